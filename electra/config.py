@@ -172,28 +172,33 @@ def convert_values(config_class: type, values: dict[str, Any]) -> dict[str, Any]
 def parse_named_settings(config_class: type, words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Settings of a config by name, from words of a command line: each name is followed by KEY=VALUE for its settings;
     lists have a word for each element."""
-    by_name: dict[str, dict[str, list[str]]] = {}
+    by_name: dict[str, list[str]] = {}
     for word in words:
-        key, sign, value = word.partition("=")
-        if sign and not by_name:
+        if "=" in word and not by_name:
             raise ConfigError(f"is {' '.join(words)}; write a name, then KEY=VALUE …", field="settings")
-        if sign:
-            by_name[list(by_name)[-1]].setdefault(key.replace("-", "_"), []).append(value)
+        if "=" in word:
+            by_name[list(by_name)[-1]].append(word)
         elif word in by_name:
             raise ConfigError(f"has {word} twice; give each a name of its own", field="settings")
         else:
-            by_name[word] = {}
-    return {name: convert_values(config_class, unwrap_single(config_class, each)) for name, each in by_name.items()}
+            by_name[word] = []
+    return {name: parse_key_values(config_class, each, "settings") for name, each in by_name.items()}
 
 
-def unwrap_single(config_class: type, values: dict[str, list[str]]) -> dict[str, Any]:
-    """The values of settings that are not lists, which must have one, instead of lists of one."""
+def parse_key_values(config_class: type, words: Sequence[str], field: str) -> dict[str, Any]:
+    """Settings of a config from the words KEY=VALUE of a field; lists have a word for each element."""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign:
+            raise ConfigError(f"has {word!r}; write KEY=VALUE", field=field)
+        values.setdefault(key.replace("-", "_"), []).append(value)
     check_setting_names(config_class, values)
     is_list = {name: get_origin(each.value_type) is tuple for name, each in settings_by_name(config_class).items()}
-    for name, words in values.items():
-        if len(words) > 1 and not is_list[name]:
-            raise ConfigError(f"has {name} twice: {' and '.join(words)}; give one", field="settings")
-    return {name: words if is_list[name] else words[0] for name, words in values.items()}
+    for name, each in values.items():
+        if len(each) > 1 and not is_list[name]:
+            raise ConfigError(f"has {name} twice: {' and '.join(each)}; give one", field=field)
+    return convert_values(config_class, {name: each if is_list[name] else each[0] for name, each in values.items()})
 
 
 def model_path(value: str | Path) -> Path:

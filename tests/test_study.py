@@ -45,6 +45,7 @@ from electra.training.logging import TrainResult
 
 SMALL = ("size=tiny", "layers=1", "width=32", "heads=2", "feedforward=64", "embedding_width=16", "length=16")
 SMALL += ("batch_size=8", "evaluation_rows=16", "save_every=2")
+SIZES = ("compute", "sizes")  # studies that set the size themselves
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,8 @@ def output(tmp_path_factory):
 @pytest.fixture
 def study_config(shards, tmp_path):
     def build(name: str = "styles", **values) -> StudyConfig:
-        settings = {"data": shards, "output": tmp_path / "out", "steps": 4, "pretraining": SMALL, "device": "cpu"}
+        small = [word for word in SMALL if name not in SIZES or word != "size=tiny"]
+        settings = {"data": shards, "output": tmp_path / "out", "steps": 4, "pretraining": small, "device": "cpu"}
         return build_config(StudyConfig, name=name, **settings | values)
 
     return build
@@ -142,6 +144,14 @@ def test_own_settings_may_be_paths_and_phases(study_config, tmp_path):
     assert {run.folder.parent.name for run in runs} == {"runs"}
 
 
+def test_all_runs_may_have_phases_and_the_masking_of_bert(study_config):
+    phases = ("phases=fraction=0.5,length=8", "phases=fraction=0.5")
+    config = study_config("objectives", pretraining=(*SMALL, *phases, "mask_token_probability=0.8"))
+    runs = plan_runs(STUDIES["objectives"], config)
+    assert {run.config.phases for run in runs} == {("fraction=0.5,length=8", "fraction=0.5")}
+    assert {run.settings()["mask_token_probability"] for run in runs} == {0.8}
+
+
 def test_equal_settings_are_one_run(study_config, shards, monkeypatch):
     trained = []
     monkeypatch.setattr(runs_module, "pretrain", lambda config: trained.append(config.output.name))
@@ -187,6 +197,7 @@ def test_budgets_and_seeds_of_runs(study_config):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_tiny_study_of_each_kind(name, output, study_config):
+    output = output.with_name("sizes") if name in SIZES else output
     result = study(study_config(name, output=output))
     assert [each.label for each in result.settings] == [setting.label for setting in STUDIES[name].settings]
     assert (result.missing, result.failed) == ([], {})
@@ -313,6 +324,13 @@ def test_a_folder_of_tables_of_others_is_refused(tmp_path):
         (["styles", "--steps", "2", "--pretraining", "seed=3"], "has seed, which electra study styles sets itself"),
         (["objectives", "--steps", "2", "--pretraining", "tiny"], "--pretraining has 'tiny'; write KEY=VALUE"),
         (["objectives", "--steps", "2", "--pretraining", "siz=tiny"], "did you mean size"),
+        (["styles", "--steps", "2", "--pretraining", "size=small", "size=tiny"], "--pretraining has size twice"),
+        (["sizes", "--steps", "2", "--pretraining", "size=tiny"], "has size, which electra study sizes sets itself"),
+        (
+            ["mask-fraction", "--steps", "2", "--pretraining", "phases=mask-fraction=0.3"],
+            "has mask_fraction, which electra study mask-fraction sets itself",
+        ),
+        (["styles", "--steps", "2", "--finetuning", "epochs=1", "epochs=2"], "--finetuning has epochs twice"),
         (["objectives", "--steps", "2", "--corrupted-rows", "typo"], "--corrupted-rows is typo, which is no file"),
     ],
 )

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from electra.config import Positional
+from electra.config import Positional, parse_key_values
 from electra.errors import ConfigError, DataError, check_range
-from electra.finetuning.config import Glue6Task
-from electra.pretraining.config import BudgetConfig
+from electra.finetuning.config import Glue6Task, TuningConfig
+from electra.pretraining.config import BudgetConfig, PretrainConfig
 from electra.runfolder import (
     CONFIG,
     describe_changed_settings,
@@ -70,7 +70,8 @@ class StudyConfig:
     seeds: int = 1
     """Number of pre-training runs with each setting, with seeds 0, 1, …"""
     pretraining: tuple[str, ...] = ()
-    """Settings of electra pretrain for all runs, as KEY=VALUE: size=tiny data_on_gpu=true."""
+    """Settings of electra pretrain for all runs, as KEY=VALUE: size=tiny data_on_gpu=true; not those that the study
+    sets itself. Repeat the key for each element of a list, as in --settings."""
     finetuning: tuple[str, ...] = ()
     """Settings of electra finetune for all fine-tunings of the probe, as KEY=VALUE: epochs=1."""
     tasks: tuple[Glue6Task, ...] = get_args(Glue6Task)
@@ -85,9 +86,10 @@ class StudyConfig:
     parallel: bool = False
     """Use all GPUs, one run on each; their messages are in the folder logs of --output."""
     overlap: bool = False
-    """On a GPU, start each run while the one before it is trained, so that it is compiled when its turn comes. It needs
-    memory for two runs, and compilation takes a little of the minutes of the run that is trained; messages are in the
-    folder logs of --output, and new runs are measured when all have ended."""
+    """On a GPU, start each run while the one before it is trained, so that it is compiled when its turn comes (a later
+    phase with batches of another shape is compiled when it begins, while the GPU waits). It needs memory for two runs,
+    and compilation takes a little of the minutes of the run that is trained; messages are in the folder logs of
+    --output, and new runs are measured when all have ended."""
     summarize: bool = False
     """Train nothing: tables and figures of what is finished."""
     dry_run: bool = False
@@ -111,10 +113,12 @@ class StudyConfig:
             raise ConfigError("--dry-run estimates what is left to train, --summarize trains nothing; leave one out")
         if (self.name == "compare") != bool(self.settings):
             raise ConfigError("electra study compare needs --settings, and no other study takes it")
-        for name in ("pretraining", "finetuning"):
-            for word in getattr(self, name):
-                if "=" not in word:
-                    raise ConfigError(f"has {word!r}; write KEY=VALUE", field=name)
+        self.pretraining_settings()
+        parse_key_values(TuningConfig, self.finetuning, "finetuning")
+
+    def pretraining_settings(self) -> dict[str, Any]:
+        """The settings of electra pretrain for all runs; raises if they are not."""
+        return parse_key_values(PretrainConfig, self.pretraining, "pretraining")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +164,7 @@ class AnalyzeConfig:
         check_range(self, "map_tokens", at_least=3)
         if any(count < 1 for count in self.examples):
             raise ConfigError(f"has {min(self.examples)}; it must be at least 1", field="examples")
+        parse_key_values(TuningConfig, self.finetuning, "finetuning")
 
 
 @dataclass(frozen=True)

@@ -137,12 +137,13 @@ class StudyRun:
 
 def plan_runs(study: Study, config: StudyConfig) -> list[StudyRun]:
     """All runs of a study, the first seed of every setting first."""
-    words = [word.partition("=") for word in config.pretraining]
-    given = {key.replace("-", "_"): value for key, _, value in words}
-    for name in given.keys() & {*SET_BY_STUDY, *study.varied_settings()}:
-        raise ConfigError(
-            f"has {name}, which electra study {config.name} sets itself; leave it out", field="pretraining"
-        )
+    given = config.pretraining_settings()
+    of_phases = [name for phase in parse_phases(given.get("phases", ())) for name in phase.settings]
+    for name in [*given, *of_phases]:
+        if name in {*SET_BY_STUDY, *study.own_settings()}:
+            raise ConfigError(
+                f"has {name}, which electra study {config.name} sets itself; leave it out", field="pretraining"
+            )
     common: dict[str, Any] = DEFAULTS | given
     common |= {"data": config.data or UNUSED_DATA, "device": config.device}
     return [plan_run(setting, seed, common, config) for seed in range(config.seeds) for setting in study.settings]

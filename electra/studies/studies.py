@@ -6,7 +6,6 @@ Sections, tables and figures are those of arXiv 2003.10555. Its scores are means
 training than a study usually has: orderings compare, values do not.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -54,13 +53,12 @@ class Study:
     is_log: bool = False
     paper_lines: list[PaperLine] = field(default_factory=list)
 
-    def varied_settings(self) -> set[str]:
-        """The names that some rows of the study set and others leave at their default, which --pretraining must not
-        change, except for the masking of BERT, which the other objectives may have as well."""
+    def own_settings(self) -> set[str]:
+        """The names that rows of the study set, which --pretraining must not change, except for the masking of BERT,
+        which the other objectives may have as well."""
         if not self.source:  # settings of the user's own
             return set()
-        counts = Counter(name for setting in self.settings for name in setting.settings)
-        return {name for name, count in counts.items() if count < len(self.settings)} - (BERT.keys() - {"objective"})
+        return {name for setting in self.settings for name in setting.settings} - (BERT.keys() - {"objective"})
 
 
 def above(better: list[str], worse: list[str]) -> list[tuple[str, str]]:
