@@ -337,14 +337,18 @@ def verify_checksum(path: Path) -> None:
 
 
 def check_same_settings(
-    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
+    folder: Path | str,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    ignore: Collection[str] = (),
+    advice: str = "",
 ) -> None:
-    """Raise if a folder was started with settings other than `now`, both as read from JSON."""
+    """Raise if a folder, or a part of it in words, was started with settings other than `now`, both as read from JSON.
+    Without `advice`, the error suggests to remove the folder, among others."""
     if changes := describe_changed_settings(before, now, ignore):
-        raise ConfigError(
-            f"{folder} was started with other settings: {'; '.join(changes)}; use the same settings, choose another "
-            f"--output, or start over: rm -r {shlex.quote(str(folder))}"
-        )
+        start_over = f"start over: rm -r {shlex.quote(str(folder))}"
+        advice = advice or f"use the same settings, choose another --output, or {start_over}"
+        raise ConfigError(f"{folder} was started with other settings: {'; '.join(changes)}; {advice}")
 
 
 def describe_changed_settings(

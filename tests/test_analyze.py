@@ -117,6 +117,13 @@ def test_the_few_shot_curve_is_resumed(analyze_config, tmp_path, capsys):
     assert [point.examples for point in analysis.few_shot] == [8, 16]
     assert capsys.readouterr().err.count("1 step in") == 2  # only those with 16 examples
     assert "few-shot.svg" in analysis.files
+    with pytest.raises(ConfigError, match=r"its tuning epochs was 1 and is now 2; choose another --output$"):
+        analyze(analyze_config(examples=(8,), **settings | {"finetuning": ("epochs=2", "length=16")}))
+
+
+def test_settings_of_fine_tuning_are_written_as_key_and_value(analyze_config):
+    with pytest.raises(ConfigError, match="finetuning has 'fast'; write KEY=VALUE"):
+        analyze_config(finetuning=("fast", "epochs=1"))
 
 
 def test_an_encoder_without_a_trained_head_is_refused(analyze_config, finished_run, tmp_path):

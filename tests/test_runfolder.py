@@ -300,4 +300,6 @@ def test_changed_settings_are_listed(tmp_path):
     ]
     with pytest.raises(ConfigError, match="x was started with other settings: --length was 128 and is now 64; use the"):
         check_same_settings(Path("x"), before, now, ignore=("max_steps", "corpus", "rows.csv"))
+    with pytest.raises(ConfigError, match=r"^part 1 was started with other settings: .* has other content; try again$"):
+        check_same_settings("part 1", before, now, advice="try again")
     check_same_settings(tmp_path, before, now, ignore=("length", "max_steps", "corpus", "rows.csv"))

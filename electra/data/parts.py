@@ -16,7 +16,7 @@ from typing import Any
 from electra.data.shards import PART_RECORD, ShardInfo, open_shard_file, shard_file_name, shard_number
 from electra.errors import ConfigError, DataError
 from electra.runfolder import (
-    describe_changed_settings,
+    check_same_settings,
     lock_file,
     lock_folder,
     make_folder_removed_if_empty,
@@ -89,11 +89,8 @@ def read_part_record(output: Path, part: Part, settings: dict[str, Any]) -> Part
     if not path.exists():
         return None
     record = read_stored(path, PartRecord)
-    if changes := describe_changed_settings(record.settings, settings):
-        raise ConfigError(
-            f"part {part.number}/{part.count} in {output} was made with other settings: {'; '.join(changes)}; make all "
-            "parts with the same settings, in a new folder"
-        )
+    advice = "make all parts with the same settings, in a new folder"
+    check_same_settings(f"part {part.number}/{part.count} in {output}", record.settings, settings, advice=advice)
     return record
 
 

@@ -44,6 +44,7 @@ FOLDS = 5
 SLICED_TASKS = ("qnli", "sst2")
 MAX_HELD_OUT_FRACTION = 0.2  # of a slice
 PERMUTATION_SEED = 0  # of the rows
+OTHER_OUTPUT = "choose another --output"
 ATTEMPTS = 2  # an error on the GPU may be that of another process that shares it
 
 
@@ -165,8 +166,8 @@ def count_rows(task: Task) -> dict[str, int]:
 # Running.
 
 
-def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
-    """The jobs that have no result yet; raises if one has a result of other settings, rows or weights."""
+def without_finished(jobs: list[ProbeJob], output: Path, advice: str = OTHER_OUTPUT) -> list[ProbeJob]:
+    """The jobs that have no result yet; raises with `advice` if one has a result of other settings, rows or weights."""
     results = {result.key: result for result in read_results(output)}
     for job in jobs:
         stored = asdict(results[job.key]) if job.key in results else {}
@@ -174,10 +175,7 @@ def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
             if stored[name] != value and (name, stored[name]) != ("weights", ""):
                 label = "its file of weights" if name == "weights" else f"its {name}"
                 [change] = describe_changed_settings({label: stored[name]}, {label: value})
-                raise ConfigError(
-                    f"{output} has results of {' '.join(map(str, job.key))}: {change}; choose another --output or "
-                    "another name for the setting"
-                )
+                raise ConfigError(f"{output} has results of {' '.join(map(str, job.key))}: {change}; {advice}")
     return [job for job in jobs if job.key not in results]
 
 
@@ -270,10 +268,10 @@ def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Pat
     return jobs
 
 
-def run_probe(config: ProbeConfig, models: dict[str, Path]) -> dict[str, str]:
+def run_probe(config: ProbeConfig, models: dict[str, Path], advice: str = OTHER_OUTPUT) -> dict[str, str]:
     """Fine-tune what has no result in `config.output` yet, of models by name; returns the errors of what failed."""
     with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary, lock_file(config.output):
-        jobs = without_finished(prepare_probe_jobs(config, models, Path(temporary)), config.output)
+        jobs = without_finished(prepare_probe_jobs(config, models, Path(temporary)), config.output, advice)
         return run_probe_jobs(jobs, config.workers, config.output)
 
 
@@ -296,7 +294,8 @@ class ProbeTables:
 
 def probe(config: ProbeConfig) -> ProbeTables:
     """Fine-tune what has no result in `config.output` yet, and tabulate all results in it."""
-    errors = run_probe(config, {str(path): path for path in config.model}) if config.model else {}
+    advice = f"{OTHER_OUTPUT} or another name for the setting"
+    errors = run_probe(config, {str(path): path for path in config.model}, advice) if config.model else {}
     results = read_results(config.output)
     if not results and not errors:
         raise DataError(f"no results in {config.output}; give --model and --data to compute some")

@@ -10,7 +10,7 @@ from electra.finetuning.config import Glue6Task, TuningConfig
 from electra.pretraining.config import BudgetConfig, PretrainConfig
 from electra.runfolder import (
     CONFIG,
-    describe_changed_settings,
+    check_same_settings,
     is_missing_or_empty,
     read_json,
     read_stored,
@@ -183,10 +183,7 @@ class OutputRecord:
                 f"{folder} is not empty and not the output of electra {self.command}; choose another --output"
             )
         stored = read_stored(folder / CONFIG, OutputRecord).settings
-        if changes := describe_changed_settings(stored, self.settings):
-            raise ConfigError(
-                f"{folder} was started with others: {'; '.join(changes)}; use the same or another --output"
-            )
+        check_same_settings(folder, stored, self.settings, advice="use the same settings or another --output")
 
     def write(self, folder: Path) -> None:
         write_stored(folder / CONFIG, asdict(self))

@@ -20,7 +20,7 @@ from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.finetuning.workers import call_in_process
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
-from electra.runfolder import describe_changed_settings, dump_json, file_checksum
+from electra.runfolder import check_same_settings, dump_json, file_checksum
 from electra.studies.config import StudyConfig
 from electra.studies.records import corrupted_rows_file, find_corrupted_rows, record_run
 from electra.studies.runs import MEASURES, StudyRecord, StudyRun
@@ -161,11 +161,9 @@ def check_same_tuning(results: list[ProbeResult], expected: dict[str, Any], conf
     """Raise a ConfigError if fine-tunings had settings other than those that are expected."""
     defaults = asdict(TuningConfig())  # also of settings that are newer than a result
     for result in results:
-        if changes := describe_changed_settings(defaults | result.tuning, json.loads(dump_json(expected))):
-            raise ConfigError(
-                f"{config.output / PROBE} has results of {result.model} with other --finetuning settings: "
-                f"{'; '.join(changes)}; use the same settings or another --output"
-            )
+        name, now = f"the probe of {result.model} in {config.output / PROBE}", json.loads(dump_json(expected))
+        advice = "use the same --finetuning or another --output"
+        check_same_settings(name, defaults | result.tuning, now, advice=advice)
 
 
 def check_same_rows(results: list[ProbeResult], config: StudyConfig) -> None:

@@ -28,7 +28,6 @@ from electra.reporting.runs import read_progress, read_run
 from electra.runfolder import (
     check_same_settings,
     checkpoint_folders,
-    describe_changed_settings,
     dump_json,
     read_stored,
     write_file,
@@ -111,11 +110,8 @@ class StudyRun:
             return None
         settings, defaults = self.settings(), json.loads(dump_json(flat_defaults(PretrainConfig)))
         before = {name: record.settings.get(name, defaults[name]) for name in settings}  # some may be newer
-        if changes := describe_changed_settings(before, settings):
-            raise ConfigError(
-                f"{self.record_file} is of a run with other settings: {'; '.join(changes)}; use the same settings or "
-                "another --output"
-            )
+        advice = "use the same settings or another --output"
+        check_same_settings(f"the run of {self.record_file}", before, settings, advice=advice)
         return record
 
     def build_record(self) -> StudyRecord:
