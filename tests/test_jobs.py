@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from electra.model.storage import write_tensors
 from electra.runfolder import lock_folder, read_json, write_checksums, write_json
 from electra.signals import collect_stop_signals
 from electra.training.config import HardwareConfig
+from electra.training.trainer import Trainer
 
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
 
@@ -247,6 +249,19 @@ def test_a_finished_seed_removes_checkpoints_and_partial_models(custom_config, t
     (seed / ".model-abc.electra-partial").mkdir()
     finetune(custom_config())
     assert not (seed / ".model-abc.electra-partial").exists()
+
+
+def test_a_fine_tuning_that_ended_after_its_best_epoch_and_before_a_checkpoint_starts_over(
+    custom_config, tmp_path, monkeypatch
+):
+    config = custom_config(epochs=2, best_epoch=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save_checkpoint", lambda _: sys.exit(9))  # as if killed
+        with pytest.raises(SystemExit):
+            finetune(config)
+    assert list((tmp_path / "out" / "seed-1").glob("best-epoch-*"))
+    assert not list((tmp_path / "out" / "seed-1").glob("checkpoints/*"))
+    assert finetune(config).seeds == finetune(custom_config("whole", epochs=2, best_epoch=True)).seeds
 
 
 def test_finished_seeds_are_not_run_again(finetuned, monkeypatch):

@@ -337,6 +337,24 @@ def test_rows_of_choices_answers_and_tags_are_not_taken_for_texts(tmp_path, row,
 
 
 @pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"label": "text"}, "--text and --label are text"),
+        ({"text": "label"}, "--text and --label are label"),
+        ({"text_b": "text"}, "--text and --text-b are text"),
+        ({"kind": "question-answering", "label": "context"}, "--text and --label are context"),
+        ({"kind": "choice", "text": "choices"}, "--text and --choices are choices"),
+        ({"kind": "choice", "choices": ("a", "b", "a")}, "--choices are a"),
+        ({"kind": "tags", "text": "tags"}, "--text and --label are tags"),
+    ],
+)
+def test_a_column_by_default_is_no_other_column(tmp_path, settings, flags):
+    """A model that reads its labels would have an accuracy of 100."""
+    with pytest.raises(ConfigError, match=f"^{flags}; they must be different columns"):
+        define_task(TaskConfig(train=tmp_path / "rows.jsonl", **settings))
+
+
+@pytest.mark.parametrize(
     ("labels", "kind", "message"),
     [
         ([0.0, 1.0, math.nan], None, "line 3: the label is empty"),

@@ -94,11 +94,6 @@ class TaskConfig:
             raise ConfigError(f"--crf needs --kind tags or a tagging --task ({', '.join(TAGGING_COLUMNS)})")
         if kind == "tags" and self.text_b is not None:
             raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
-        label = self.label or ("label" if kind not in ("tags", "question-answering") else None)
-        columns = [column for column in (self.text, self.text_b, *self.choices, label) if column is not None]
-        if len(set(columns)) < len(columns):
-            flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
-            raise ConfigError(f"{flags} are {', '.join(columns)}; they must be different columns")
 
     def known_kind(self) -> TaskKind | None:
         """The kind that is set, or the only one that files with the name of --train have."""

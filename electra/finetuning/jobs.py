@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from electra.errors import DataError, format_count
 from electra.finetuning.config import JobsConfig, TuningConfig
 from electra.finetuning.features import Outputs
-from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
+from electra.finetuning.job import MODEL, RESULT, Job, JobResult, best_epoch_folders, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config, weight_checksums
@@ -32,12 +32,14 @@ from electra.model.storage import (
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
+    checkpoint_folders,
     file_checksum,
     is_missing_or_empty,
     lock_folder,
     read_json,
     read_stored,
     remove_partial_files,
+    remove_written_folder,
     write_stored,
 )
 from electra.training.checkpoint import check_own_folder, find_model_folder
@@ -93,6 +95,9 @@ def prepare_jobs(
     )
     for job in jobs:
         if not job.is_finished():
+            if not checkpoint_folders(job.folder):  # killed before the first: it starts over
+                for best in best_epoch_folders(job.folder):
+                    remove_written_folder(best)
             check_own_folder(job.folder, MODEL)
     return jobs
 

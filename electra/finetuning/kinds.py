@@ -46,6 +46,7 @@ from electra.finetuning.tasks import (
     Examples,
     Task,
     add_line_to_errors,
+    check_distinct_columns,
     get_glue_task,
     read_split_rows,
     stack_labels,
@@ -298,6 +299,7 @@ def define_custom_task(config: TaskConfig) -> Task:
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=(config.dev_fraction or DEV_FRACTION) if config.dev is None else 0.0,
     )
+    check_distinct_columns(task)
     rows = read_split_rows(task, "train", kind.read_rows)
     first = next(rows)
     if given_kind is None:

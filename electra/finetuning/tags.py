@@ -45,7 +45,16 @@ from electra.finetuning.metrics import (
     precision_recall_f1,
 )
 from electra.finetuning.readers import Row, class_name_from_cell, sort_labels
-from electra.finetuning.tasks import DEV_FRACTION, TAGGING_COLUMNS, Examples, Task, check_text, get_cell, stack_labels
+from electra.finetuning.tasks import (
+    DEV_FRACTION,
+    TAGGING_COLUMNS,
+    Examples,
+    Task,
+    check_distinct_columns,
+    check_text,
+    get_cell,
+    stack_labels,
+)
 from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
@@ -84,12 +93,9 @@ def find_columns(task: Task, row: Row) -> Task:
         text = next((name for name in WORDS if name in row.values), text)
     if label == TAGS[0]:
         label = next((name for name in (*TAGS, *numbers[:0:-1]) if name in row.values), label)
-    if text == label:
-        raise ConfigError(f"--text and --label are {text}; they must be different columns")
     aliases = dict.fromkeys(WORDS, text) | dict.fromkeys(TAGS if numbers else (*TAGS, "2"), label)
-    return replace(
-        task, text=text, label=label, aliases={name: aliases[name] for name in aliases.keys() - {text, label}}
-    )
+    aliases = {name: aliases[name] for name in aliases.keys() - {text, label}}
+    return check_distinct_columns(replace(task, text=text, label=label, aliases=aliases))
 
 
 def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:

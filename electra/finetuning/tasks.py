@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -209,6 +210,18 @@ def get_cell(task: Task, name: str, row: Row) -> Any:
         flags = f"--text, --text-b{', --choices' if task.choices else ''} and --label"
         raise DataError(f"no column {name!r}; the columns are {present}; {flags} of electra finetune set them")
     return row.values[column]
+
+
+def check_distinct_columns(task: Task) -> Task:
+    """The task; raises a ConfigError if two of its columns, set or by default, are one: labels must not be texts."""
+    flags = [("--text", task.text), ("--text-b", task.text_b), ("--label", task.label)]
+    flags += [("--choices", column) for column in task.choices]
+    columns = Counter(column for _, column in flags if column is not None)
+    column, count = columns.most_common(1)[0]
+    if count > 1:
+        same = " and ".join(dict.fromkeys(flag for flag, name in flags if name == column))
+        raise ConfigError(f"{same} are {column}; they must be different columns (those that are not set have defaults)")
+    return task
 
 
 def get_text(task: Task, name: str, row: Row) -> str:
