@@ -28,8 +28,10 @@ from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor
 from electra.finetuning.question_answering import (
     MAX_ANSWER,
+    Candidate,
     best_spans,
     make_windows,
+    merge_candidates,
     parse_answers,
     read_rows,
     tune_null_threshold,
@@ -142,6 +144,11 @@ def test_answers_are_cut_out_of_the_context_as_they_are_written(tmp_path):
     assert words == ["In", "(", "Café", "Café", ")", "Straße"]
 
 
+def test_an_answer_starts_after_the_space_of_a_byte_level_token():
+    answer = merge_candidates("the cat sat", [Candidate(3, 7, 0.0, 0.0)], null=0.0, is_relative=True)
+    assert (answer.texts, answer.candidates[0].start) == (["cat"], 4)
+
+
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_the_best_spans_are_those_of_all_spans(length):
     logits = torch.randn(length + 5, 2, generator=torch.Generator().manual_seed(length)).numpy()
@@ -199,6 +206,7 @@ def test_the_null_threshold_gives_the_best_f1(rows):
 
     tuned = tune_null_threshold(predicted, labels, task)
     assert f1_at(tuned.null_threshold) == max(f1_at(threshold) for threshold in range(-5, 5))
+    assert min(abs(odds - tuned.null_threshold) for _, _, odds in rows) >= 0.5  # so that rounding changes no answer
 
 
 @pytest.mark.parametrize(
@@ -529,6 +537,15 @@ def test_an_ensemble_answers_above_the_mean_of_the_thresholds_of_its_models(enco
     config = PredictorConfig(model=tmp_path / "out", input=tmp_path / "rows.jsonl", ensemble=True, device="cpu")
     assert Predictor(config).task.null_threshold == 1.25
     assert Predictor(replace(config, model=folder, ensemble=False)).task.null_threshold == 2.0
+
+
+def test_the_ensemble_of_a_fine_tuning_is_that_of_evaluate(encoder_folder, tmp_path, capsys):
+    """Of models whose thresholds differ; a threshold tuned for the ensemble would not be stored."""
+    flags = "--seeds 2 --ensemble --epochs 2 --learning-rate 1e-3"
+    _, result = finetune(encoder_folder, tmp_path, capsys, flags, has_unanswerable=True)
+    files = f"--model {tmp_path}/out --input {tmp_path}/rows.jsonl"
+    evaluated = json.loads(run(f"evaluate {files} --ensemble --device cpu --json", capsys))
+    assert evaluated["metrics"] == result["ensemble"]["dev"]
 
 
 def test_equal_ids_are_one_sentence(encoder_folder, tmp_path, capsys):

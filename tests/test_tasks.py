@@ -203,6 +203,9 @@ def make_task(tmp_path):
     return build
 
 
+MONTHS = tuple(f"{year}_{month:02}" for year in (2020, 2021) for month in range(1, 13))  # no numbers
+
+
 @pytest.mark.parametrize(
     ("cells", "kind", "labels", "metrics"),
     [
@@ -210,6 +213,7 @@ def make_task(tmp_path):
         (["10", "9", "1"], "classification", ("1", "9", "10"), ("accuracy", "macro_f1")),
         ([1.0, 0, 2], "classification", ("0", "1", "2"), ("accuracy", "macro_f1")),
         ([True, False], "classification", ("False", "True"), ("accuracy", "f1", "matthews")),
+        (MONTHS * 2, "classification", MONTHS, ("accuracy", "macro_f1")),
         (["1.5", "2", "3"], "regression", (), ("pearson", "spearman", "mae", "rmse")),
         (list(range(21)), "regression", (), ("pearson", "spearman", "mae", "rmse")),
         (list(range(20)), "classification", tuple(map(str, range(20))), ("accuracy", "macro_f1")),

@@ -17,7 +17,7 @@ from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, best_epoch_folders, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import is_finetuned_config, weight_checksums
+from electra.finetuning.model import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import HUB, Task
 from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
 from electra.huggingface.names import get_architecture
@@ -220,13 +220,14 @@ def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics]
 def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
     job, task, metrics = jobs[0], jobs[0].task, {}
+    if task.has_unanswerable:
+        task = task_of_ensemble([read_finetuned_config(job.folder / MODEL) for job in jobs])
     tokenizer = load_model_tokenizer(job.model)
-    by_split = read_mean_logits(jobs)
-    for split in ("dev", *(split for split in by_split if split != "dev")):
+    for split, logits in read_mean_logits(jobs).items():
         examples = read_examples(task, split)
         if examples.labels is not None:
             features = load_features(task, examples, tokenizer, job.length, job.features_cache)
-            task, metrics[split] = compute_metrics(task, by_split[split], features, examples, calibrate=split == "dev")
+            _, metrics[split] = compute_metrics(task, logits, features, examples, calibrate=False)
     return metrics
 
 

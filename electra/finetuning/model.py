@@ -4,7 +4,8 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -136,6 +137,12 @@ def read_finetuned_config(folder: Path) -> FinetunedConfig:
     config = convert_stored(settings, FinetunedConfig, folder / CONFIG)
     check_sizes_fit(folder, [folder / WEIGHTS], config.encoder)
     return config
+
+
+def task_of_ensemble(configs: Sequence[FinetunedConfig]) -> Task:
+    """The task of one or several models, with the mean of their thresholds: each was tuned for its own model."""
+    thresholds = [config.task.null_threshold for config in configs]
+    return replace(configs[0].task, null_threshold=sum(thresholds) / len(thresholds))
 
 
 def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:

@@ -31,7 +31,7 @@ from electra.finetuning.kinds import (
     stream_examples,
 )
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, weight_checksums
+from electra.finetuning.model import load_finetuned_model, task_of_ensemble, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
@@ -108,8 +108,7 @@ class Predictor:
         self.precision = choose_dtype(config.precision, self.device)
         self.models: Sequence[Callable[..., Tensor]] = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
-        thresholds = [stored.task.null_threshold for _, stored in loaded]  # each tuned for its own model
-        self.task = replace(first.task, null_threshold=sum(thresholds) / len(thresholds))
+        self.task = task_of_ensemble([stored for _, stored in loaded])
         if config.ensemble and self.task.head == "joint":
             raise ConfigError("--ensemble averages logits, which the joint head does not have; use --head simple")
         self.length = config.length or first.length

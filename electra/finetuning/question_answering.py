@@ -328,7 +328,8 @@ def merge_candidates(context: str, candidates: list[Candidate], null: float, is_
     """The best candidates of all windows of a context; of equal texts only the best is kept."""
     by_text: dict[str, Candidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: -candidate.score):
-        by_text.setdefault(context[candidate.start : candidate.end].strip(), candidate)
+        text = context[candidate.start : candidate.end].strip()  # byte-level tokens start with a space
+        by_text.setdefault(text, replace(candidate, start=context.index(text, candidate.start)))
     by_text.pop("", None)
     best = list(by_text.values())[:N_BEST]
     null_odds = null - best[0].score if is_relative and best else null
@@ -382,17 +383,17 @@ def score_answer(text: str, answers: Answers) -> tuple[float, float]:
 
 
 def tune_null_threshold(predicted: NDArray, labels: NDArray, task: Task) -> Task:
-    """The task with the threshold of `null_odds` that gives the best F1."""
+    """The task with the threshold of `null_odds` that gives the best F1, halfway between those of two questions."""
     if not task.has_unanswerable:
         return task
     answered = np.array([score_answer(text, answers)[0] for (text, _), answers in zip(predicted, labels, strict=True)])
     unanswered = np.array([score_answer("", answers)[0] for answers in labels])
     odds = predicted[:, 1].astype(np.float64)
-    order = np.argsort(odds, kind="stable")
-    thresholds = np.concatenate([[odds[order[0]] - 1], odds[order]])  # below all of them: no question is answered
-    totals = unanswered.sum() + np.concatenate([[0], np.cumsum((answered - unanswered)[order])])
-    is_last = np.append(np.diff(thresholds) > 0, True)  # equal odds are answered together
-    return replace(task, null_threshold=float(thresholds[np.where(is_last, totals, -np.inf).argmax()]))
+    order = np.argsort(odds)
+    below, above = np.insert(odds[order], 0, odds.min() - 2), np.append(odds[order], odds.max() + 2)
+    totals = unanswered.sum() + np.insert(np.cumsum((answered - unanswered)[order]), 0, 0)
+    best = np.where(below < above, totals, -np.inf).argmax()  # equal odds are answered together
+    return replace(task, null_threshold=float(below[best] + above[best]) / 2)
 
 
 # From answers to files.

@@ -263,9 +263,9 @@ def parse_score(cell: Any) -> float:
 
 
 def parse_number(cell: Any) -> float | None:
-    """The number in a cell, or None if it holds something else."""
+    """The number in a cell, or None if it holds something else; 2020_01 is a number in Python only."""
     try:
-        return None if isinstance(cell, bool) else float(cell)
+        return None if isinstance(cell, bool) or "_" in str(cell) else float(cell)
     except (TypeError, ValueError, OverflowError):
         return None
 
