@@ -42,7 +42,7 @@ from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.features import IGNORED, NO_LOGIT, Features, Outputs, compute_logits
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.heads import is_context_or_cls
-from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
+from electra.finetuning.job import EVALUATION_BATCH_SIZE
 from electra.finetuning.kinds import KINDS, compute_metrics, define_task, read_examples, with_targets
 from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.question_answering import make_windows
@@ -52,7 +52,7 @@ from electra.huggingface.convert import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
-from electra.runfolder import read_json
+from electra.runfolder import RESULT, read_json
 
 
 def random_model(vocab: Path, folder: Path, size: str) -> Path:

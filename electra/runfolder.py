@@ -36,6 +36,7 @@ CHECKSUM = "sha256:"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # without a file's name when it is written
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
 CONFIG = "config.json"  # of a run and of a model
+RESULT = "result.json"  # of a finished seed of a fine-tuning
 CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-\d{9,}")
 CHECKSUMS = "checksums.json"  # of the other files in its folder

@@ -4,6 +4,7 @@ from electra.sklearn import ElectraClassifier, ElectraVectorizer
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -45,6 +46,8 @@ def check_texts(texts: Any) -> list[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(f"X[{number}] is a {type(text).__name__}; each sample must be a text")
+        if surrogate := re.search("[\ud800-\udfff]", text):
+            raise DataError(f"X[{number}] has the lone surrogate {surrogate[0]!r}, which is no character; remove it")
     return [str(text) for text in texts]  # without subclasses such as numpy's, which JSON and tokenizers reject
 
 

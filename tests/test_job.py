@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import WIDE, saved_discriminator
 from synthetic import write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -268,6 +269,14 @@ def test_class_weights_that_do_not_fit_the_task_are_an_error(make_job, tmp_path,
             folder=tmp_path / "out",
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_pairs_need_two_segment_embeddings(make_job, shards, tmp_path):
+    """BERT-type models of a single segment can be imported."""
+    one = saved_discriminator(replace(WIDE, segments=1), tmp_path / "one", shards / "tokenizer")
+    with pytest.raises(ConfigError, match="pairs of texts need 2 segment embeddings, and the model has 1"):
+        make_job(model=one, has_pairs=True, rows=20).run()
+    assert make_job(model=one, rows=20, epochs=1, output="single").run(quiet=True).steps == 1
 
 
 @pytest.fixture

@@ -217,6 +217,8 @@ def test_the_null_threshold_gives_the_best_f1(rows):
         {"text": ["cat"]},
         ["cat"],
         " cat ",
+        '[{"text": "cat", "answer_start": 4}]',
+        '{"text": ["cat"], "answer_start": [4]}',
         [{"text": "cat", "answer_start": 4.0}, {"text": "", "answer_start": 0}],
     ],
 )
@@ -555,6 +557,29 @@ def test_equal_ids_are_one_sentence(encoder_folder, tmp_path, capsys):
         main(f"predict --model {tmp_path}/out --input {tmp_path}/twice.jsonl --output {tmp_path}/squad".split())
     assert "the id '1' occurs twice" in capsys.readouterr().err
     assert not list((tmp_path / "squad").glob("*.json"))
+
+
+def test_rows_without_id_are_called_by_their_number(encoder_folder, tmp_path, capsys):
+    finetune(encoder_folder, tmp_path, capsys, "--epochs 1")
+    rows = [GOOD | {"id": None}, GOOD, GOOD | {"id": "x"}]
+    (tmp_path / "ids.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = f"--model {tmp_path}/out --input {tmp_path}/ids.jsonl --device cpu"
+    run(f"predict {files} --output {tmp_path}/squad", capsys)
+    assert list(json.loads((tmp_path / "squad" / "predictions.json").read_text())) == ["1", "2", "x"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_answers_in_a_table_of_predictions_are_evaluated_like_those_of_the_input(
+    encoder_folder, tmp_path, capsys, suffix
+):
+    finetune(encoder_folder, tmp_path, capsys, "--epochs 1")
+    files = f"--model {tmp_path}/out --device cpu"
+    run(f"predict {files} --input {tmp_path}/rows.jsonl --output {tmp_path}/table.{suffix}", capsys)
+    metrics = [
+        json.loads(run(f"evaluate {files} --input {tmp_path}/{name} --json", capsys))["metrics"]
+        for name in ("rows.jsonl", f"table.{suffix}")
+    ]
+    assert metrics[0] == metrics[1]
 
 
 def test_the_most_confident_wrong_answers_are_listed(encoder_folder, tmp_path, capsys):

@@ -139,8 +139,12 @@ def test_malformed_lines_are_skipped_on_request(rows_in):
     assert rows == [Row(3, {"a": "2", "b": "3"})]
 
 
-def test_unnamed_columns_are_allowed(rows_in):
-    assert rows_in("a.csv", b"text,,\none,,\n")[0].values["text"] == "one"
+def test_no_cell_of_unnamed_columns_is_lost(rows_in):
+    assert rows_in("a.csv", b",text\n0,one\n")[0].values == {"": "0", "text": "one"}  # the index of a data frame
+    values = {"text": "one", "column 2": "a", "column 3": "b"}
+    assert rows_in("a.csv", b"text,,\none,a,b\n")[0].values == values
+    with pytest.raises(DataError, match=r"a.csv has several columns named 'column 2'"):
+        rows_in("a.csv", b"column 2,,\n1,2,3\n")
 
 
 def test_json_and_parquet_values_keep_their_types(rows_in):
@@ -178,7 +182,7 @@ def test_any_csv_round_trips(tmp_path_factory, rows):
         ("a.csv", b'a,b\n1,"2"3\n', "a.csv, line 2: ',' expected after '\"'"),
         ("a.csv", b"a;b\n1;2\n1;2;3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),
         ("a.csv", b"a\rb;c\n1;2\n", "a.csv, line 1: new-line character seen in unquoted field"),
-        ("a.csv", b"a,b,a\n1,2,3\n", "a.csv has several columns named a;"),
+        ("a.csv", b"a,b,a\n1,2,3\n", "a.csv has several columns named 'a';"),
         ("a.jsonl", b'{"a": 1}\n{"a"\n', "a.jsonl, line 2: invalid JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: invalid JSON"),
         ("a.jsonl", b"[1]", "a.jsonl, line 1: a list; each line must be an object"),

@@ -137,6 +137,7 @@ def test_scores_are_cross_validated_with_string_labels(make_classifier):
         ([["a"], ["b"]], [0, 1], r"X\[0\] is a list; each sample must be a text"),
         ([], [], "minimum of 1 text"),
         (["a", 1.5], [0, 1], r"X\[1\] is a float; each sample must be a text"),
+        (["a", "\ud800"], [0, 1], r"X\[1\] has the lone surrogate '.ud800'"),
         (["a", "b"], None, "requires y to be passed"),
         (["a", "b"], [0], "2 texts and y 1 classes"),
         (["a", "b"], [0, 0], "only one class"),
@@ -146,6 +147,12 @@ def test_scores_are_cross_validated_with_string_labels(make_classifier):
 def test_wrong_input_is_a_value_error(make_classifier, X, y, message):
     with pytest.raises(ValueError, match=message):
         make_classifier().fit(X, y)
+
+
+def test_lone_surrogates_are_refused_by_all_methods(fitted, vectorizer):
+    for method in (fitted.predict_proba, fitted.predict, vectorizer.fit, vectorizer.fit(["a"]).transform):
+        with pytest.raises(ValueError, match="lone surrogate"):
+            method(["a \ud800 b"])
 
 
 def test_estimators_that_are_not_fitted_say_so(make_classifier, vectorizer):

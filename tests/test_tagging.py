@@ -166,6 +166,13 @@ def test_other_rows_of_a_batch_do_not_change_the_logits_of_words(encoder_folder,
     assert np.abs(together - alone).max() < 1e-5
 
 
+@pytest.mark.parametrize("model_class", [TagModel, CrfTagModel])
+def test_the_head_of_tags_has_no_dropout(encoder_folder, model_class):
+    head = model_class(load_pretrained(encoder_folder, dropout=0.5).encoder, 3).train().head
+    states = torch.ones(2, 24)
+    assert torch.equal(head(states), head(states))
+
+
 def test_no_word_of_a_long_sentence_is_lost(tagged, tmp_path, capsys):
     [row] = write_tags(tmp_path / "rows.conll", 1, seed=3)
     words = row["words"] * 40  # more than ten times as long as the model
@@ -320,6 +327,7 @@ def test_conll_2000_has_no_dev_file(tmp_path):
         (tmp_path / file).write_text("Rockwell NNP B-NP\nsaid VBD B-VP\n\n" * count)
     task = define_task(TaskConfig(task="chunking", data=str(tmp_path)))
     assert [len(read_examples(task, split)) for split in ("train", "dev", "test")] == [18, 2, 5]
+    assert (task.epochs, task.length) == (5, 256)
     with pytest.raises(DataError, match="no column '4'; the columns are '1', '2', '3'"):
         define_task(TaskConfig(task="ner", data=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"no eng.train or train.txt in .*; --data must be a folder with eng.train,"):

@@ -10,9 +10,8 @@ from seqeval.metrics import accuracy_score, classification_report, f1_score, pre
 from seqeval.metrics.sequence_labeling import get_entities
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.conll import find_entities, recognize_scheme, write_tags
+from electra.finetuning.conll import ConllWriter, conll_rows, find_entities, recognize_scheme, write_tags
 from electra.finetuning.features import Features, Outputs
-from electra.finetuning.predict import ConllWriter
 from electra.finetuning.tags import (
     compute_tag_metrics,
     decode_tags,
@@ -291,8 +290,44 @@ def test_words_in_the_middle_of_a_sentence_have_context_on_both_sides():
     assert len(windows) == 13
 
 
+WORDS_TASK = Task(
+    name="x", kind="tags", text="words", label="tags", aliases={"1": "words", "3": "tags"}, metrics=(), splits={}
+)
+
+
+def written_columns(*rows: dict) -> str:
+    file = io.StringIO()
+    writer = ConllWriter(file, [], WORDS_TASK)
+    for row in rows:
+        writer.write_row(row)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("words", [["Smith", "lives"], "Smith lives"])
 def test_conll_output_has_the_words_of_lists_and_of_texts(words):
-    file = io.StringIO()
-    ConllWriter(file, []).write_row({"words": words, "id": "7", "prediction": ["B-PER", "O"]})
-    assert file.getvalue() == "Smith B-PER\nlives O\n\n"
+    row = {"words": words, "id": "7", "prediction": ["B-PER", "O"]}
+    assert written_columns(row) == "Smith B-PER\nlives O\n\n"
+
+
+def test_conll_output_has_the_same_columns_in_all_rows():
+    """A list of strings may happen to be as long as the sentence, and tags may be missing."""
+    rows = [
+        {"topics": ["a", "b"], "words": ["Smith", "lives"], "tags": ["B-PER", "O"], "prediction": ["O", "O"]},
+        {"topics": ["a"], "words": ["Paris"], "tags": None, "prediction": ["O"]},
+    ]
+    assert written_columns(*rows) == "Smith B-PER O\nlives O O\n\nParis\t\tO\n\n"
+
+
+def test_conll_output_is_read_with_the_columns_of_its_input():
+    text = "Smith\xa0x\tNNP\tB-PER\nlives\t\tO\n\n#1\tCD\tO\nNew York\tNNP\tO\n\nshe PRP O\n"
+    rows = list(conll_rows("x", iter(text.splitlines(keepends=True))))
+    written = written_columns(*(row.values | {"prediction": row.values["3"]} for row in rows))
+    again = conll_rows("x", iter(written.splitlines(keepends=True)))
+    assert [row.values for row in again] == [row.values | {"4": row.values["3"]} for row in rows]
+    assert written.endswith("\nshe PRP O O\n\n")
+
+
+@pytest.mark.parametrize("words", [["a\tb"], ["a\nb"], [" a"], ["a", "b"], {"a": 1}])
+def test_cells_that_conll_cannot_hold_are_errors(words):
+    with pytest.raises(DataError, match=r"column 'words' has .*; write .jsonl"):
+        written_columns({"words": words, "prediction": ["O"]})

@@ -13,14 +13,14 @@ from electra.errors import DataError, format_count
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import ExportSource
 from electra.finetuning.glue import markdown_table, read_glue_table
-from electra.finetuning.job import RESULT, read_job_result
+from electra.finetuning.job import read_job_result
 from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
 from electra.finetuning.metrics import format_metric
 from electra.finetuning.question_answering import N_BEST
 from electra.onnx.export import FOLDER, FP32, INT8
 from electra.pretraining.config import read_phase_settings, read_run_record, read_run_settings
 from electra.reporting.runs import find_glue_tables
-from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
+from electra.runfolder import CHECKPOINTS, CONFIG, RESULT, read_stored
 from electra.training.checkpoint import read_training_state
 from electra.training.logging import METRICS, format_duration, read_metrics
 

@@ -142,9 +142,9 @@ class TuningConfig:
     """Input of a modern encoder's head: the first token's state (cls) or the mean of all; default as in the model's
     folder (classifier_pooling in Hugging Face's), else cls."""
     length: int | None = None
-    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128. Question
-    answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less, but
-    at least 128."""
+    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128, for
+    chunking 256. Question answering reads contexts in windows of this length; default 512. Defaults above 128 are not
+    beyond the length of pre-training."""
     embedding_noise: float = 0.0
     """Add uniform noise to the embeddings during training (NEFTune), between ± this value / √(padded length of the
     batch · embedding width), as a regulariser of models without dropout: try 15. 0: none."""

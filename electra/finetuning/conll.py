@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from electra.data.files import TextFile, format_and_compression, open_streams
 from electra.errors import DataError
 from electra.finetuning.readers import MAX_LABELS, Row, TagScheme, decode_lines
+from electra.finetuning.tasks import Task
 
 OUTSIDE = "O"
 OTHER_PREFIXES = {"L": "E", "U": "S"}  # of BILOU, which is BIOES with other letters
@@ -158,3 +159,36 @@ def split_columns(line: str) -> list[str]:
     if "\t" in stripped:
         return [column.strip(" ") for column in stripped.split("\t")]
     return [column for column in stripped.split(" ") if column]
+
+
+class ConllWriter:
+    """Write the words of each row, their other columns and their predicted tags, a word a line."""
+
+    def __init__(self, file: TextIO, header: list[str], task: Task) -> None:
+        self.file, self.header, self.task = file, header, task
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        self.header = self.header or self.choose_columns(row)
+        columns = [column_of_words(name, row.get(name), len(row["prediction"])) for name in self.header]
+        needs_tabs = any(re.search(r"^$|^#| ", cell) for column in columns for cell in column)
+        for cells in zip(*columns, strict=True):
+            print(*cells, sep="\t" if needs_tabs else " ", file=self.file)
+        print(file=self.file)
+
+    def choose_columns(self, row: dict[str, Any]) -> list[str]:
+        """All columns of a CoNLL file; of a table, words and tags; and the predicted tags."""
+        words, tags = (self.task.find_column(str(name), row) for name in (self.task.text, self.task.label))
+        in_conll = [name for name in row if name.isdecimal() or name in CONLLU_COLUMNS]
+        names = in_conll if words in in_conll else [name for name in (words, tags) if name is not None]
+        return [*names, "prediction"]
+
+
+def column_of_words(name: str, cell: Any, num_words: int) -> list[str]:
+    """The texts of a column for the words of a sentence, which are empty if it lacks the column."""
+    items = cell.split() if isinstance(cell, str) else [""] * num_words if cell is None else cell
+    if not isinstance(items, list) or len(items) != num_words:
+        raise DataError(f"column {name!r} has no list with an item for each word, as .conll needs; write .jsonl")
+    texts = ["" if item is None else str(item) for item in items]
+    if any(re.search(r"[\t\r\n]|^ | $", text) for text in texts):
+        raise DataError(f"column {name!r} has a tab, a line end or an outer space, as .conll cannot hold; write .jsonl")
+    return texts

@@ -114,7 +114,11 @@ class WindowModel(TaskModel):
 
 
 class TagModel(TaskModel):
-    """Logits of every token, from the same head for all of them."""
+    """Logits of every token, from the same head for all of them; as in the released code, it has no dropout."""
+
+    def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
+        super().__init__(encoder, num_labels, pooling)
+        self.head.dropout = nn.Identity()
 
     def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Logits [B, L, num_labels]."""

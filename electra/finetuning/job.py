@@ -39,6 +39,7 @@ from electra.objectives.losses import Counts, Loss, Losses
 from electra.plotting import MetricPanels, plot_confusion_matrix, plot_metric_curves
 from electra.runfolder import (
     CHECKPOINTS,
+    RESULT,
     checkpoint_folders,
     convert_stored,
     create_folder_atomically,
@@ -56,7 +57,6 @@ from electra.training.logging import METRICS as METRICS_FILE
 from electra.training.logging import check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
-RESULT = "result.json"
 BEST, BEST_EPOCH = "best-epoch-", "best_epoch.json"  # folder of a model, and its metric
 MODEL = "model"
 MISTAKES = "errors.md"
@@ -175,6 +175,7 @@ class FinetuningTask:
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
         self.examples = {split: read_examples(self.task, split) for split in available_splits(self.task)}
+        self.encoder.check_segments(1 if self.examples["train"].texts_b is None else 2)
         if self.task.double_unordered:
             self.examples["train"] = self.examples["train"].with_swapped_pairs()
         self.splits = {split: self.load_features(examples) for split, examples in self.examples.items()}

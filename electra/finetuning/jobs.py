@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from electra.errors import DataError, format_count
 from electra.finetuning.config import JobsConfig, TuningConfig
 from electra.finetuning.features import Outputs
-from electra.finetuning.job import MODEL, RESULT, Job, JobResult, best_epoch_folders, read_job_result
+from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
@@ -31,6 +31,7 @@ from electra.model.storage import (
 )
 from electra.runfolder import (
     CONFIG,
+    RESULT,
     check_same_settings,
     checkpoint_folders,
     file_checksum,
@@ -142,8 +143,9 @@ def is_finetuning_output(folder: Path) -> bool:
 
 
 def find_model_to_finetune(path: Path) -> Path:
-    """The model folder to fine-tune: a run's newest checkpoint, or an earlier fine-tuning's best model."""
-    return best_model_folder(path) if is_finetuning_output(path) else find_model_folder(path)
+    """The model folder to fine-tune: a run's newest checkpoint, or the best model of an earlier fine-tuning or seed."""
+    is_seed = (path / RESULT).exists()
+    return best_model_folder(path) if is_seed or is_finetuning_output(path) else find_model_folder(path)
 
 
 def best_model_folder(output: Path) -> Path:

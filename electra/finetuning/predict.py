@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite, format_count
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
+from electra.finetuning.conll import ConllWriter
 from electra.finetuning.features import Outputs, compute_logits, default_batch_size
-from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import (
     KINDS,
@@ -40,6 +39,7 @@ from electra.resumable import check_output_file, content_checksum, open_resumabl
 from electra.runfolder import (
     CONFIG,
     PARTIAL,
+    RESULT,
     create_folder_atomically,
     is_missing_or_empty,
     lock_file,
@@ -221,13 +221,13 @@ def write_predictions(
     path: Path,
     file: Path,
     make_columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]],
-    writer_class: type[JsonWriter | CsvWriter],
+    writer_class: type[RowWriter],
 ) -> None:
     """Write the rows of the file `path` with the columns of their predictions."""
     with open_resumable(file, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
-        writer = writer_class(content, output.state.get("header", []))
+        writer = writer_class(content, output.state.get("header", []), predictor.task)
         for outputs in predictor.stream_outputs(path, with_labels=False):
             assert outputs.examples is not None
             assert outputs.examples.rows is not None
@@ -282,7 +282,7 @@ def write_files_by_id(rows: Path, folder: Path, path: Path) -> None:
         with rows.open(encoding="utf-8") as lines, open_atomic(folder / f"{name}.json", encoding="utf-8") as file:
             for number, line in enumerate(lines, start=1):
                 row = json.loads(line)
-                row_id = str(row.get("id", number))
+                row_id = str(number if row.get("id") is None else row["id"])
                 if row_id in ids:
                     raise DataError(f"{path}: the id {row_id!r} occurs twice; every row needs another one")
                 ids.add(row_id)
@@ -302,7 +302,7 @@ def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
 class JsonWriter:
     """Write rows as lines of JSON."""
 
-    def __init__(self, file: TextIO, header: list[str]) -> None:
+    def __init__(self, file: TextIO, header: list[str], task: Task) -> None:
         self.file, self.header = file, header
 
     def write_row(self, row: dict[str, Any]) -> None:
@@ -310,11 +310,12 @@ class JsonWriter:
 
 
 class CsvWriter:
-    """Write rows of a table; the header, unless given, comes from the first row, lists are joined into one cell."""
+    """Write rows of a table; the header, unless given, comes from the first row. Lists of texts and numbers are joined
+    into one cell, objects and other lists are written as JSON."""
 
     dialect: ClassVar[dict[str, Any]] = {"quoting": csv.QUOTE_ALL}
 
-    def __init__(self, file: TextIO, header: list[str]) -> None:
+    def __init__(self, file: TextIO, header: list[str], task: Task) -> None:
         self.writer = csv.writer(file, lineterminator="\n", **self.dialect)
         self.header = header
 
@@ -328,37 +329,27 @@ class CsvWriter:
         self.write_cells([row.get(name) for name in self.header])
 
     def write_cells(self, cells: list[Any]) -> None:
-        joined = (LABEL_SEPARATOR.join(map(str, cell)) if isinstance(cell, list) else cell for cell in cells)
         try:
-            self.writer.writerow(joined)
+            self.writer.writerow(map(format_cell, cells))
         except csv.Error:  # only in .tsv, which has no quoting
             raise DataError(
                 "a value contains a tab or line end, which .tsv cannot hold; write .csv or .jsonl"
             ) from None
 
 
+def format_cell(cell: Any) -> Any:
+    """A cell of a table."""
+    if isinstance(cell, list) and all(isinstance(item, str | int | float) for item in cell):
+        return LABEL_SEPARATOR.join(map(str, cell))
+    return json.dumps(cell, ensure_ascii=False, default=str) if isinstance(cell, list | dict) else cell
+
+
 class TsvWriter(CsvWriter):
     dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
 
 
-class ConllWriter(JsonWriter):
-    """Write the words of each row, their other columns and their predicted tags, a word a line."""
-
-    def write_row(self, row: dict[str, Any]) -> None:
-        tags = row["prediction"]
-        columns = [cell for cell in row.values() if isinstance(cell, list) and len(cell) == len(tags)]
-        columns = [column for column in columns if all(isinstance(cell, str) for cell in column)]
-        if len(columns) == 1:  # the tags: the words are a text, separated by spaces
-            texts = [cell.split() for cell in row.values() if isinstance(cell, str)]
-            columns = [*[words for words in texts if len(words) == len(tags)][:1], *columns]
-        for cells in zip(*columns, strict=True):
-            if any(re.search(r"\s", cell) for cell in cells):
-                raise DataError("a word or tag contains a space, which .conll cannot hold; write .jsonl")
-            print(*cells, file=self.file)
-        print(file=self.file)
-
-
-WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {
+RowWriter = JsonWriter | CsvWriter | ConllWriter
+WRITERS: dict[str, type[RowWriter]] = {
     ".jsonl": JsonWriter,
     ".csv": CsvWriter,
     ".tsv": TsvWriter,

@@ -1,7 +1,9 @@
 """Question answering: answers are spans of a context, which is read in overlapping windows; some questions may have no
 answer."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -130,6 +132,9 @@ def read_answers_cell(task: Task, row: Row) -> tuple[Any, str]:
 def parse_answers(cell: tuple[Any, str]) -> Answers:
     """The answers of a row: SQuAD's list of objects, the lists of the Hugging Face hub, or texts without positions."""
     answers, context = cell
+    if isinstance(answers, str) and re.match(r'\[?\{"', answers):  # as `predict` writes objects to .csv and .tsv
+        with suppress(msgspec.DecodeError, RecursionError):
+            answers = msgspec.json.decode(answers)
     if isinstance(answers, dict):
         texts, starts = answers.get("text"), answers.get("answer_start")
         starts = [None] * len(texts) if isinstance(texts, list) and starts is None else starts

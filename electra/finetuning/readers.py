@@ -135,6 +135,8 @@ def table_rows(
         if not header:
             has_header = len(fields) != len(columns) or not set(columns).isdisjoint(fields)
             header = fields if has_header else list(columns)
+            if header.count("") > 1:  # spreadsheets write empty columns
+                header = [name or f"column {number}" for number, name in enumerate(header, start=1)]
             check_columns(file_name, header)
             if has_header:
                 continue
@@ -188,10 +190,10 @@ def hub_rows(source: str) -> Iterator[Row]:
 
 
 def check_columns(file_name: str, columns: list[str]) -> None:
-    """Raise if there are too many columns or two of them share a name; unnamed columns are harmless."""
+    """Raise if there are too many columns or two of them share a name."""
     if len(columns) > MAX_COLUMNS:
         raise DataError(f"{file_name} has {len(columns):,} columns; at most {MAX_COLUMNS:,} are read")
-    duplicates = sorted(column for column, count in Counter(columns).items() if column and count > 1)
+    duplicates = sorted(repr(column) for column, count in Counter(columns).items() if count > 1)
     if duplicates:
         raise DataError(f"{file_name} has several columns named {join_first_names(duplicates)}; give each another name")
 

@@ -119,6 +119,7 @@ def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
         splits={split: file for split, file in (splits | {"dev": splits["dev"] or splits["train"]}).items() if file},
         dev_fraction=0.0 if splits["dev"] else DEV_FRACTION,
         epochs=5,
+        length=256 if name == "chunking" else Task.length,
     )
 
 

@@ -105,6 +105,14 @@ class EncoderConfig:
                 f"use --length {self.positions}, or pre-train a model with --positions {length}"
             )
 
+    def check_segments(self, segments: int) -> None:
+        """Check that the token type table has an embedding for each segment of a row."""
+        if segments > self.segments and not self.is_modern():
+            raise ConfigError(
+                f"pairs of texts need {segments} segment embeddings, and the model has {self.segments} "
+                "(type_vocab_size); use another model, or join the two texts in one column"
+            )
+
     def with_dropout(self, dropout: float | None) -> EncoderConfig:
         """The encoder with another dropout; None keeps its own."""
         return self if dropout is None else replace(self, dropout=dropout, attention_dropout=dropout)
