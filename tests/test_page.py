@@ -199,6 +199,27 @@ def test_texts_are_tokenized_as_in_python(site, finished_run, open_page):
 
 
 @needs_browser
+@pytest.mark.parametrize("button", ["#corrupt", "#sample"])
+def test_what_is_typed_while_the_generator_samples_is_kept(site, open_page, button):
+    page = open_page(site)
+    type_text(page, TEXT)
+    page.click("#reading .word >> nth=2")
+    page.wait_for_selector("#panel .bar")
+    typed = "the small dog ."
+    page.evaluate(
+        """([button, typed]) => {
+            document.querySelector(button).click();
+            document.querySelector("#text").value = typed;
+            document.querySelector("#text").dispatchEvent(new Event("input"));
+        }""",
+        [button, typed],
+    )
+    page.wait_for_timeout(500)  # longer than a sample and than the pause after which a text is read
+    assert page.input_value("#text") == typed
+    wait_for_text(page, typed)
+
+
+@needs_browser
 def test_the_map_leads_to_the_nearest_neighbors(site, finished_run, open_page):
     page = open_page(site)
     page.wait_for_selector("canvas[data-ready]")

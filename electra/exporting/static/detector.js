@@ -11,6 +11,7 @@ export async function startDetector(model, about) {
   let state = { text: about.examples[0][0], changes: [] }; // changes: {start, end, original}, of words in the text
   let history = [];
   let shown = []; // the words that are shown
+  let shownText = state.text; // the text that they are from
   let isEdit = false; // whether the last change was the replacement of a word
   let chosen = null; // index of a word
 
@@ -39,7 +40,7 @@ export async function startDetector(model, about) {
     if (text !== state.text) return;
     const focused = document.activeElement?.closest?.("#reading .word")?.dataset.index;
     const before = isEdit && shown.length === result.words.length ? shown : null;
-    shown = result.words;
+    [shown, shownText] = [result.words, text];
     if (chosen !== null && !shown[chosen]) chosen = null;
     find("reading").replaceChildren(...shown.map((word, index) => wordButton(word, index, before?.[index])));
     if (focused !== undefined) find("reading").children[focused]?.focus();
@@ -151,13 +152,19 @@ export async function startDetector(model, about) {
     find("rank").textContent = rank === null ? "" : `“${word.text}” is its choice number ${rank.toLocaleString("en")} (${percent(probability)}).`;
   }
 
+  /** Whether words of `text` are still at their places: the user may have typed since. */
+  function isCurrent(text) {
+    return text === state.text && text === area.value;
+  }
+
   async function sampleWord(word) {
-    const [sampled] = await model.call("sample", { text: state.text, places: [word] });
-    await replaceWord(word, sampled);
+    const text = shownText;
+    const [sampled] = await model.call("sample", { text, places: [word] });
+    if (isCurrent(text)) await replaceWord(word, sampled);
   }
 
   function replaceWord(word, replacement) {
-    return replaceWords([word], [replacement]);
+    if (isCurrent(shownText)) return replaceWords([word], [replacement]);
   }
 
   /** Replace words, from the last to the first, so that their places stay valid. */
@@ -183,7 +190,9 @@ export async function startDetector(model, about) {
     const drawn = places.map((word) => ({ word, order: Math.random() })).sort((a, b) => a.order - b.order).slice(0, count);
     const chosenWords = drawn.map(({ word }) => word).sort((a, b) => a.start - b.start);
     if (!chosenWords.length) return;
-    const sampled = await model.call("sample", { text: state.text, places: chosenWords.map(({ start, end }) => ({ start, end })) });
+    const text = shownText;
+    const sampled = await model.call("sample", { text, places: chosenWords.map(({ start, end }) => ({ start, end })) });
+    if (!isCurrent(text)) return;
     chosen = null;
     await replaceWords(chosenWords, sampled);
   }
