@@ -6,18 +6,22 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import WORDS
 from synthetic import write_choices, write_questions, write_tags
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers_models import add_noise
 
 import electra
+from electra.data.tokenizer import SPECIAL_TOKENS, TextTokenizer, build_wordpiece_tokenizer, load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.exporting import node_packages
 from electra.exporting import page as page_module
@@ -25,6 +29,7 @@ from electra.exporting.config import ExportConfig
 from electra.exporting.node_packages import NodePackage, fetch_node_packages, has_node_packages
 from electra.exporting.page import read_examples, write_page
 from electra.finetuning.config import TaskConfig
+from electra.finetuning.features import encode_texts
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.model.vocabulary_map import compute_map
@@ -40,6 +45,20 @@ MISSING = {
 needs_browser = pytest.mark.skipif(
     any(MISSING.values()), reason=f"missing: {', '.join(name for name, is_missing in MISSING.items() if is_missing)}"
 )
+needs_node = pytest.mark.skipif(
+    shutil.which("node") is None or not has_node_packages(),
+    reason="missing: node (tests/install_browser_and_node) or the page's JavaScript libraries (make page-packages)",
+)
+SPLIT = """
+import { readFileSync } from "node:fs";
+import { Words } from "./tokens.js";
+const read = (name) => JSON.parse(readFileSync(name));
+const words = new Words(read("tokenizer.json"), read("tokenizer_config.json"), read("special.json"));
+const split = (kind) => read("texts.json").map((text) => words.split(text, kind));
+console.log(JSON.stringify({ text: split("text"), plain: split("plain") }));
+"""
+CHARACTERS = "abc XYZ  .,-'$€²ßİıŞéŒﬁǅΣςσ😀👨\u200d👩東㐀𠀀한กअ—…“_^`~|<>+№™𝒜ー々〇"
+CHARACTERS += "\u0301\u200b\xad\xa0\u3000\u2028\t\n\r\0\x07\x0b\x0c\x85\ufeff\ufffd"
 TEXT = "the big cat ran over the mat ."
 
 
@@ -196,6 +215,53 @@ def test_texts_are_tokenized_as_in_python(site, finished_run, open_page):
     page.fill("#text", long)
     page.wait_for_function("() => document.querySelector('#summary').textContent.includes('Only the first 16 tokens')")
     check_verdicts(page, model, long)
+
+
+def bert_tokenizer() -> TextTokenizer:
+    letters = [*"abcdehnort'[].", "σ", "ς"]
+    tokens = [*SPECIAL_TOKENS.values(), *letters, *(f"##{each}" for each in letters), "the", "chef", "mask", "sep"]
+    return build_wordpiece_tokenizer([*tokens, "東", "𠀀"], lowercase=True)
+
+
+def byte_level_tokenizer() -> TextTokenizer:
+    library = Tokenizer(models.BPE(unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=list(SPECIAL_TOKENS.values()), initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(["the chef ate the meal"] * 9, trainer)
+    return TextTokenizer(library)
+
+
+@needs_node
+@pytest.mark.parametrize("create", [bert_tokenizer, byte_level_tokenizer])
+def test_words_have_the_ids_of_python_and_their_places(tmp_path, create):
+    """Of the kind text as in detection, and of the kind plain as in fine-tuning, in which [SEP] is no special token."""
+    texts = ["don't [SEP] ate", "a[MASK]", "the chef ate ", "the chef\n", " the  chef", "the\ufeffchef", "the\x0bchef"]
+    texts += ["the\x0cchef", "a\u2028b\xa0c\u3000d", "ΟΔΟΣ ΣΑΣ.", "東𠀀a", "[the] [sep]", ""]
+    random = Random(0)
+    texts += ["".join(random.choices(CHARACTERS, k=12)) for _ in range(500)]
+    create().save(tmp_path)
+    for name in ("tokens.js", "vendor/tokenizers.min.mjs"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(page_module.STATIC / name, tmp_path / name)
+    files = {"package.json": {"type": "module"}, "special.json": SPECIAL_TOKENS, "texts.json": texts}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "split.js").write_text(SPLIT)
+    ended = subprocess.run(["node", "split.js"], capture_output=True, check=True, cwd=tmp_path)
+    split = json.loads(ended.stdout)
+    library = load_tokenizer(tmp_path).library
+    expected = {
+        "text": [library.encode(text, add_special_tokens=False).ids for text in texts],
+        "plain": [ids.tolist() for ids in encode_texts(texts, load_tokenizer(tmp_path))],
+    }
+    for kind, ids in expected.items():
+        assert {text: each["ids"] for text, each in zip(texts, split[kind], strict=True)} == dict(
+            zip(texts, ids, strict=True)
+        )
+        assert all(word["start"] is not None for each in split[kind] for word in each["words"])
 
 
 @needs_browser

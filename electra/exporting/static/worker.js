@@ -1,6 +1,5 @@
 // Runs the models, so that the page never waits: answers messages {id, method, parameters} with {id, result or error}.
 import * as ort from "./vendor/ort.wasm.min.mjs";
-import { Tokenizer } from "./vendor/tokenizers.min.mjs";
 import { Words } from "./tokens.js";
 
 const MODEL = new URL("./model/", import.meta.url);
@@ -55,7 +54,7 @@ const methods = {
       ["model.json", "tokenizer.json", "tokenizer_config.json"].map(json),
     );
     about = description;
-    words = new Words(new Tokenizer(tokenizer, settings), about.tokens);
+    words = new Words(tokenizer, settings, about.tokens);
     const ids = words.tokenizer.get_vocab();
     special = Object.fromEntries(Object.entries(about.tokens).map(([role, token]) => [role, ids.get(token)]));
     await session(about.models[0]);
