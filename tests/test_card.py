@@ -6,10 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from synthetic import write_choices
+from transformers_models import add_noise
 
 import electra
+from electra.finetuning.config import TaskConfig
 from electra.finetuning.job import read_job_result
+from electra.finetuning.kinds import KINDS, define_task
+from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.pretraining.command import pretrain
 from electra.runfolder import read_json, write_stored
 
@@ -156,6 +162,30 @@ def test_the_code_in_the_card_of_an_onnx_folder_runs(finished_run, tmp_path):
     [logits] = run_python_blocks(card, tmp_path / "onnx")["outputs"]
     assert logits.shape == (1, len(electra.load(finished_run, device="cpu").detect("A text.").tokens))
     assert read_json(tmp_path / "onnx/config.json")["architectures"] == ["ElectraForPreTraining"]
+
+
+@pytest.mark.parametrize("columns", [{"text": "context", "text_b": "question"}, {}])
+def test_the_code_in_the_card_of_a_multiple_choice_model_scores_two_choices(encoder_folder, tmp_path, columns):
+    write_choices(tmp_path / "rows.jsonl", 20, seed=0)
+    task = define_task(TaskConfig(train=tmp_path / "rows.jsonl", kind="choice", **columns))
+    pretrained = load_pretrained(encoder_folder)
+    (tmp_path / "model").mkdir()
+    torch.manual_seed(0)
+    model = add_noise(KINDS["choice"].model(task)(pretrained.encoder, task.num_labels))
+    save_finetuned_model(model, task, 32, tmp_path / "model", pretrained.folder)
+    texts = {"A text.": "the big cat sat", "A choice.": "on the mat .", "Another choice.": "the dog"}
+    context, *choices = texts.values()
+    row = {"context": context, "question": "", "choices": choices}
+    [expected] = electra.load(tmp_path / "model", device="cpu").predict([row])
+    assert abs(expected["probabilities"][0] - 0.5) > 0.01
+    for to in ("huggingface", "onnx"):
+        electra.export(model=tmp_path / "model", to=to, output=tmp_path / to)
+        card = (tmp_path / to / "README.md").read_text()
+        for text, other in texts.items():
+            card = card.replace(text, other)
+        logits = run_python_blocks(card, tmp_path / to)["outputs"][0]
+        probabilities = torch.as_tensor(logits).softmax(-1).tolist()
+        assert probabilities == [pytest.approx(expected["probabilities"], abs=1e-3)]
 
 
 def test_the_card_says_what_the_logits_of_a_discriminator_mean(finished_run, modern_folder, tmp_path):

@@ -41,6 +41,7 @@ MEANINGS = {
     "predicted number if there is only one.",
     "TokenClassification": "`logits` has a score for each token and tag, in the order of `id2label` in config.json; "
     "the first token of a word counts.",
+    "MultipleChoice": "`logits` has a score for each choice.",
     "joint": "It finds the answer to a question in a context. `start_logits` are scores of each token as the first one "
     f"of the answer; `end_logits[..., i]` as the last one of an answer that starts at the i-th of the {N_BEST} best "
     "first tokens of the context, in the order of the text; `null_logit` is the log-odds that there is no answer. "
@@ -216,6 +217,11 @@ def transformers_usage(source: ExportSource) -> str:
         f'model = {source.class_name}.from_pretrained("path/to/this/folder")',
         'outputs = model(**tokenizer("A text.", return_tensors="pt"))',
     ]
+    if columns := choice_columns(source):
+        code[-1:] = [
+            f'inputs = tokenizer({", ".join(map(json.dumps, columns))}, padding=True, return_tensors="pt")',
+            "outputs = model(**{name: rows.unsqueeze(0) for name, rows in inputs.items()})  # [1, choices, length]",
+        ]
     parts = ["With `transformers`:", python_block(code)]
     if source.purpose == "encoder":
         sentences = [
@@ -229,7 +235,9 @@ def transformers_usage(source: ExportSource) -> str:
 
 
 def onnx_usage(source: ExportSource, has_int8: bool) -> str:
-    file = f"{FOLDER}/{FP32}"
+    file, columns = f"{FOLDER}/{FP32}", choice_columns(source)
+    texts = [list(row) if len(row) > 1 else row[0] for row in zip(*columns, strict=True)] or ["A text."]
+    rows = "[rows]" if columns else "rows"
     code = [
         "import onnxruntime",
         "from tokenizers import Tokenizer",
@@ -237,11 +245,13 @@ def onnx_usage(source: ExportSource, has_int8: bool) -> str:
         "",
         'tokenizer = Tokenizer.from_file("path/to/this/folder/tokenizer.json")',
         f"tokenizer.enable_truncation({source.length})",
-        'encoding = tokenizer.encode("A text.")',
-        'inputs = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}',
-        *(['inputs["token_type_ids"] = encoding.type_ids'] if source.has_segments else []),
+        "tokenizer.enable_padding()",
+        f"encodings = tokenizer.encode_batch({json.dumps(texts)})",
+        'inputs = {"input_ids": [each.ids for each in encodings]}',
+        'inputs["attention_mask"] = [each.attention_mask for each in encodings]',
+        *(['inputs["token_type_ids"] = [each.type_ids for each in encodings]'] if source.has_segments else []),
         f'session = onnxruntime.InferenceSession("path/to/this/folder/{file}")',
-        "outputs = session.run(None, {name: np.array([ids]) for name, ids in inputs.items()})",
+        f"outputs = session.run(None, {{name: np.array({rows}) for name, rows in inputs.items()}})",
     ]
     script = [
         'import { AutoModel, AutoTokenizer } from "@huggingface/transformers";',
@@ -250,6 +260,13 @@ def onnx_usage(source: ExportSource, has_int8: bool) -> str:
         'const model = await AutoModel.from_pretrained("path/to/this/folder", { dtype: "fp32" });',
         'const outputs = await model(await tokenizer("A text."));',
     ]
+    if columns:
+        pair = "".join(f"text_pair: {json.dumps(column)}, " for column in columns[1:])
+        script[-1:] = [
+            f"const inputs = await tokenizer({json.dumps(columns[0])}, {{ {pair}padding: true }});",
+            "for (const name in inputs) inputs[name] = inputs[name].unsqueeze(0); // [1, choices, length]",
+            "const outputs = await model(inputs);",
+        ]
     parts = ["With ONNX Runtime:", python_block(code)]
     if has_int8:
         parts.append(
@@ -257,6 +274,14 @@ def onnx_usage(source: ExportSource, has_int8: bool) -> str:
             "differ a little, also with the other texts of a batch, which share the scales of activations."
         )
     return "\n\n".join([*parts, "With transformers.js:", "```js\n" + "\n".join(script) + "\n```"])
+
+
+def choice_columns(source: ExportSource) -> list[list[str]]:
+    """First and second texts of an example with two choices; empty unless the task is multiple choice."""
+    if source.finetuned is None or source.purpose != "MultipleChoice":
+        return []
+    has_text = source.finetuned.task.text is not None or source.finetuned.task.text_b is not None
+    return [*([["A text."] * 2] if has_text else []), ["A choice.", "Another choice."]]
 
 
 def python_block(lines: list[str]) -> str:
