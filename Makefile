@@ -65,7 +65,8 @@ packaged-model: $(VENV)/demo-installed
 	$(BIN)/electra shard --corpus $(CORPUS) --tokenizer $(PACKAGED_WORK)/vocab --output $(PACKAGED_WORK)/shards
 	$(BIN)/electra pretrain --data $(PACKAGED_WORK)/shards --output $(PACKAGED_WORK)/run --resume $(PACKAGED_SETTINGS)
 	rm -rf $(PACKAGED_WORK)/packaged
-	$(BIN)/electra export --model $(PACKAGED_WORK)/run --to package --training-data "$(TRAINING_DATA)" --output $(PACKAGED_WORK)/packaged
+	text="$(TRAINING_DATA)"; $(BIN)/electra export --model $(PACKAGED_WORK)/run --to package --training-data "$${text%.}. The weights have the license of electra, Apache 2.0." --output $(PACKAGED_WORK)/packaged
+	sed -i -e '1s/^---$$/---\nlanguage: en\nlicense: apache-2.0/' -e 's/^# packaged$$/# The model in the package/' -e 's/^A text encoder/A small English text encoder/' $(PACKAGED_WORK)/packaged/README.md
 	rm -rf $(PACKAGED)
 	cp -r $(PACKAGED_WORK)/packaged $(PACKAGED)
 	$(BIN)/python benchmarks/replaced_words.py --model $(PACKAGED)

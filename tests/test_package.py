@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 import electra
 from electra.cli import main
 from electra.config import PACKAGED_MODEL
+from electra.data.tokenizer import SPECIAL_TOKENS, build_wordpiece_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.exporting import package
 from electra.model.storage import dequantize, load_model, quantize, relative_error
@@ -76,11 +77,30 @@ def test_the_tokenizer_of_a_packaged_model_is_that_of_its_run(finished_run, pack
 
 def test_the_card_names_the_text_and_the_settings(packaged):
     card = (packaged / "README.md").read_text()
-    assert "Sentences (CC0)" in card
+    assert card.startswith("---\ntags: [electra]\n---\n\n# model\n\nA text encoder, ")
+    assert "## Text\n\nSentences (CC0)\n\n## Pre-training" in card
     assert "--size tiny --layers 1 --width 32" in card
     assert "generator with 1 layer of width 32" in card
     assert re.search(r"\| mlm_loss +\|", card)
     assert str(packaged.parent.parent) not in card  # no path of this machine
+
+
+def test_the_card_of_a_package_has_no_language_or_license_that_nobody_named(packaged, tmp_path):
+    electra.export(model=packaged, output=tmp_path / "hf")
+    for card in (packaged / "README.md", tmp_path / "hf/README.md"):
+        assert not re.search("english|language:|license", card.read_text(), re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"lowercase": True}, ["--lowercase"]),
+        ({"lowercase": False}, ["--no-lowercase"]),
+        ({"lowercase": True, "strip_accents": False}, ["--lowercase", "--no-strip-accents"]),
+    ],
+)
+def test_the_command_in_the_card_trains_a_tokenizer_of_the_same_case(settings, flags):
+    assert package.case_flags(build_wordpiece_tokenizer([*SPECIAL_TOKENS.values()], **settings)) == flags
 
 
 def test_a_packaged_model_can_be_fine_tuned_and_trained_further(packaged, shards, tmp_path):
@@ -170,9 +190,10 @@ def test_the_packaged_model_is_small_and_complete(capsys):
     [
         ('test "$1" != export', "reports (CC BY 4.0)", "old"),  # the export fails
         (
-            'test "$1" != export || { mkdir -p "$9"; echo "$7" > "$9/README.md"; }',
-            "reports (CC BY 4.0)",
-            "reports (CC BY 4.0)",
+            'test "$1" != export || { mkdir -p "$9"; printf -- "---\\n---\\n# packaged\\n%s\\n" "$7" > $9/README.md; }',
+            "reports (CC BY 4.0).",
+            "---\nlanguage: en\nlicense: apache-2.0\n---\n# The model in the package\n"
+            "reports (CC BY 4.0). The weights have the license of electra, Apache 2.0.",
         ),
         ("true", "", "old"),
     ],

@@ -1,4 +1,4 @@
-"""`electra export --to package`: a pair in at most 5 MB, with the card of the model that is part of the package."""
+"""`electra export --to package`: a pair in at most 5 MB, in the format of the model in the package."""
 
 import shlex
 from dataclasses import replace
@@ -50,7 +50,7 @@ def write_package(config: ExportConfig, folder: Path) -> tuple[str, int, list[st
             stored = quantize(weights, resolution)
             write_compressed(compressed_file(draft / WEIGHTS), stored)
             error = relative_error(weights, dequantize(stored))
-            (draft / CARD).write_text(format_card(electra, folder, config.training_data, error), encoding="utf-8")
+            (draft / CARD).write_text(format_card(electra, folder, config, error), encoding="utf-8")
             size = sum(file.stat().st_size for file in draft.iterdir())
             if size <= MAX_BYTES:
                 break
@@ -87,31 +87,44 @@ def write_small_tokenizer(folder: Path, draft: Path) -> list[str]:
     return files
 
 
-def format_card(electra: Electra, folder: Path, training_data: str, error: float) -> str:
-    """The model card, with the settings and results of the run if the folder is one of its checkpoints."""
+def format_card(electra: Electra, folder: Path, config: ExportConfig, error: float) -> str:
+    """The model card, with the settings and results of the run if the folder is one of its checkpoints.
+
+    `make packaged-model` adds language and license to that of the model in the package."""
     encoders = electra.config.encoder_configs()
     vocab_size = encoders["discriminator"].vocab_size
     parts = "; ".join(describe_encoder(part, encoder) for part, encoder in encoders.items())
     paragraphs = [
-        "---\nlanguage: en\nlicense: apache-2.0\ntags: [electra]\n---",
-        "# The model in the package",
-        f"A small English text encoder, pre-trained by electra: {parts}; vocabulary of {vocab_size:,} tokens. Its "
+        "---\ntags: [electra]\n---",
+        f"# {config.output.name}",
+        f"A text encoder, pre-trained by electra: {parts}; vocabulary of {vocab_size:,} tokens. Its "
         f"weights are stored in 8 bits with a scale for each row (relative error {error:.1%}), in {WEIGHTS}.gz, and "
         "dequantized when they are read; results below were measured before they were quantized.",
         "It is for first steps: finding words that do not fit, predicting masked words, fine-tuning on small tasks. It "
         "repeats the biases of its text and is not fit for decisions about people.",
-        *describe_origin(folder, f"{training_data.rstrip('.')}. The weights have the license of electra, Apache 2.0."),
+        *describe_origin(folder, config.training_data),
     ]
     if settings := read_run_settings(folder):
-        commands = [
-            f"electra tokenizer --corpus corpus/ --vocab-size {vocab_size} --lowercase --output vocab/",
+        tokenizer: TextTokenizer = load_model_tokenizer(folder)
+        given, commands = "the text in a folder corpus/ and the tokenizer in vocab/", []
+        if tokenizer.is_bert_wordpiece():
+            given, flags = "the text in a folder corpus/", shlex.join(case_flags(tokenizer))
+            commands = [f"electra tokenizer --corpus corpus/ --vocab-size {vocab_size} {flags} --output vocab/"]
+        commands += [
             "electra shard --corpus corpus/ --tokenizer vocab/ --output shards/",
             f"electra pretrain --data shards/ --output run/ {shlex.join(explicit_flags(settings))}",
-            "electra export --model run/ --to package --training-data '…' --output electra/packaged",
+            f"electra export --model run/ --to package --training-data '…' --output {shlex.quote(config.output.name)}",
         ]
-        paragraphs += ["With the text in a folder corpus/ these commands make it again:"]
+        paragraphs += [f"With {given} these commands make it again:"]
         paragraphs += ["\n".join(f"    {command}" for command in commands)]
     return "\n\n".join(paragraphs) + "\n"
+
+
+def case_flags(tokenizer: TextTokenizer) -> list[str]:
+    """The flags of electra tokenizer that determine case and accents of a WordPiece tokenizer."""
+    normalizer = tokenizer.component_settings["normalizer"]
+    values = {name: normalizer[name] for name in ("lowercase", "strip_accents")}
+    return [word for name, value in values.items() if value is not None for word in command_line_words(name, value)]
 
 
 def explicit_flags(settings: dict[str, Any]) -> list[str]:
