@@ -354,7 +354,8 @@ def test_windows_find_what_is_beyond_the_maximum_length(long_rows, tmp_path, mod
     predictions = electra.load(tmp_path / "whole", device="cpu").predict(["the red mat " * 12 + "dog", "cat"])
     assert [each["prediction"] for each in predictions] == ["dog", "cat"]
     assert electra.evaluate(model=tmp_path / "whole", input=long_rows, device="cpu").metrics["accuracy"] == 1
-    electra.export(model=tmp_path / "whole", output=tmp_path / "hf")  # reads one window
+    electra.export(model=tmp_path / "whole", output=tmp_path / "hf")
+    assert "It reads one window of a text; dev metrics are of up to 4" in (tmp_path / "hf/README.md").read_text()
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
     inputs = AutoTokenizer.from_pretrained(tmp_path / "hf")("the red cat", return_tensors="pt")
     ours = electra.load(tmp_path / "whole", device="cpu").compute_outputs(Examples(texts=["the red cat"], windows=4))

@@ -65,6 +65,9 @@ def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None
     meaning = MEANINGS.get(source.decoding or source.purpose, "")
     if source.purpose == "discriminator":
         meaning = f"{meaning} {RTD_LOGITS[encoder.style]}"
+    windows = 1 if source.finetuned is None else source.finetuned.task.windows
+    if windows > 1:
+        meaning = f"{meaning} It reads one window of a text; dev metrics are of up to {windows} windows (`--windows`)."
     about = f"`{source.class_name}` of {size}; texts of up to {source.length:,} tokens."
     parts = [
         metadata(source, is_onnx),
