@@ -59,6 +59,12 @@ def test_a_held_out_loss_that_rises_is_overfitting():
     assert "overfitting" not in assess(LEARNT, LEARNT | {"loss": 30.0})  # masks of phases differ: only mlm_loss counts
 
 
+def test_losses_on_other_held_out_rows_are_not_compared():
+    shorter_rows = LEARNT | {"mlm_loss": 3.0, "unigram_mlm_loss": 6.5}
+    assert "overfitting" not in assess(shorter_rows, LEARNT)
+    assert "was 3.900 at step 20" in assess(shorter_rows, LEARNT | {"mlm_loss": 3.9}, LEARNT)["overfitting"]
+
+
 def test_runs_without_generator_or_without_discriminator_are_assessed():
     generator = {name: value for name, value in LEARNT.items() if "rtd" not in name}
     assert list(assess(generator)) == ["epochs", "generator", "next"]

@@ -47,7 +47,7 @@ def read_settings(run: Path) -> dict:
         {"style": "modern", "global_attention_every": 2, "local_attention": 4, "layers": 3, "heads": 1},
         {"recipe": "faithful", "warmup": 1.0, "seed": 5, "sharing": "none", "positions": 64, "generator_layers": 2},
         {"objective": "all-tokens-mlm", "optimizer": "adam", "sharing": "all"},
-        {"objective": "electra-15", "generator": "unigram"},
+        {"objective": "electra-15", "generator": "unigram", "cross_document_attention": True},
         {"weight_decay": 0.4, "embedding_weight_decay": 0.3, "temperature": 2.0, "mask_fraction": 0.25, "dropout": 0.1},
         {"sharing": "none", "generator_width": 32, "phases": ("objective=mlm", "objective=frozen-rtd")},
     ],
@@ -55,12 +55,13 @@ def read_settings(run: Path) -> dict:
 )
 def test_recipe_model_objective_optimizer_and_row_order_are_the_trunks(shards, tmp_path, capsys, settings):
     trunk = train_trunk(shards, tmp_path / "trunk", **settings)
-    flags = f"--branch-from {trunk} --schedule decay --steps 2 --batch-size 4 --evaluation-rows 8 --device cpu"
+    flags = f"--branch-from {trunk} --schedule decay --steps 2 --evaluation-rows 8 --device cpu"
     main(f"pretrain --data {shards} --output {tmp_path}/branch {flags}".split())
     assert "finished: 6 steps" in capsys.readouterr().out
     before, after = read_settings(trunk), read_settings(tmp_path / "branch")
     inherited = ("recipe", "size", "style", "optimizer", "generator", "seed", "length", "packing", "learning_rate")
-    inherited += ("weight_decay", "embedding_weight_decay", "temperature", "mask_fraction", "dropout")
+    inherited += ("weight_decay", "embedding_weight_decay", "temperature", "mask_fraction", "dropout", "batch_size")
+    inherited += ("cross_document_attention",)
     for name in inherited:
         assert after[name] == before[name], name
     assert after["objective"] == ("frozen-rtd" if "phases" in settings else before["objective"])
@@ -106,6 +107,14 @@ def test_a_branch_with_other_rows_starts_an_epoch_and_can_be_resumed(shards, tru
     assert pretrain(extended).step == 7
 
 
+def test_a_branch_of_a_later_phase_continues_its_epoch(shards, tmp_path):
+    trunk = train_trunk(shards, tmp_path / "trunk", phases=("fraction=0.5", "fraction=0.5,temperature=0.9"))
+    config = branch_config(shards, trunk, tmp_path / "branch")
+    pretrain(config)
+    state = read_pretraining_state(find_model_folder(config.output))
+    assert (state.step, state.epoch, state.row) == (6, 0, 24)  # six steps of four rows
+
+
 def test_a_trunk_that_was_initialised_from_another_model_has_that_models_size(shards, trunk, tmp_path):
     settings = {"init": trunk, "schedule": "linear", "size": "tiny"} | dict.fromkeys(SIZE)
     second = train_trunk(shards, tmp_path / "second", **settings)
@@ -116,6 +125,14 @@ def test_a_trunk_that_was_initialised_from_another_model_has_that_models_size(sh
 def test_a_checkpoint_outside_its_run_still_has_a_size(shards, trunk, tmp_path):
     checkpoint = shutil.copytree(find_model_folder(trunk), tmp_path / "checkpoint")
     assert branch_config(shards, checkpoint, tmp_path / "branch").model.width == 32
+
+
+def test_a_checkpoint_outside_its_run_needs_the_optimizer_of_its_states(shards, trunk, tmp_path):
+    checkpoint = shutil.copytree(find_model_folder(trunk), tmp_path / "checkpoint")
+    config = branch_config(shards, checkpoint, tmp_path / "branch", optimizer="adamw")
+    with pytest.raises(DataError, match="has optimizer states of muon, not of adamw; give --optimizer muon"):
+        pretrain(config)
+    assert not config.output.exists()
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,13 @@ def test_a_nonfinite_step_changes_no_weight_and_is_counted(make_trainer):
     assert all(weight.isfinite().all() for weight in task.weights())
 
 
+def test_nonfinite_steps_of_earlier_stages_are_counted(make_trainer):
+    checkpoint = Path(make_trainer(ToyTask(nonfinite=(3,)), steps=5).train().checkpoint)
+    stage = make_trainer(ToyTask(nonfinite=(8,)), steps=5, folder="stage")
+    stage.start_stage(checkpoint)
+    assert stage.train().nonfinite_steps == 2
+
+
 def test_a_training_stops_after_consecutive_nonfinite_steps(make_trainer):
     scattered = (*range(1, 20, 2), 2)  # at most three in a row
     assert make_trainer(ToyTask(nonfinite=scattered), max_nonfinite_steps=4, folder="a").train().nonfinite_steps == 11
@@ -261,6 +268,25 @@ def test_a_signal_saves_a_checkpoint_and_stops(make_trainer, monkeypatch, capfd,
     assert "stopping after this step" in capfd.readouterr().err
     assert f"stopped by {signal.Signals(number).name}, continue with --resume" in str(result)
     assert signal.getsignal(number) == handler
+
+
+def test_a_training_that_was_stopped_in_its_last_step_is_evaluated_when_it_is_resumed(make_trainer, monkeypatch):
+    step = Trainer.step
+
+    def step_then_signal(self):
+        step(self)
+        if self.state.step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "step", step_then_signal)
+    trainer = make_trainer(ToyTask(), steps=13)
+    checkpoint = Path(trainer.train().checkpoint)
+    for metrics in ({"loss": 10.0}, {}):  # once
+        resumed = make_trainer(ToyTask(), steps=13)
+        resumed.resume(checkpoint)
+        assert resumed.train().metrics == metrics
+    lines = read_metrics(trainer.folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [10, 13]
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

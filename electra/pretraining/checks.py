@@ -11,7 +11,7 @@ from electra.config import flat_values
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, get_size_preset
-from electra.model.storage import load_model_tokenizer, read_model_config
+from electra.model.storage import load_model_tokenizer, open_safetensors, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import (
@@ -36,7 +36,8 @@ from electra.runfolder import (
     remove_partial_files,
     write_stored,
 )
-from electra.training.checkpoint import STATE, find_model_folder, read_training_state
+from electra.training.checkpoint import STATE, TRAINING, find_model_folder, read_training_state
+from electra.training.config import OptimizerName
 from electra.training.hardware import describe_environment
 
 CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
@@ -158,6 +159,16 @@ def check_branch_matches_trunk(config: PretrainConfig, model: ElectraConfig, sha
         raise ConfigError(
             f"--branch-from {trunk} has other settings: {join_first_names(changes)}; leave out these flags"
         )
+    check_optimizer_states(checkpoint, optimizer)
+
+
+def check_optimizer_states(checkpoint: Path, optimizer: OptimizerName) -> None:
+    """Check that a checkpoint, perhaps moved out of its run and its settings, has the states of this optimizer."""
+    with open_safetensors(checkpoint / TRAINING) as file:
+        keys = {name.rpartition("/")[2] for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if keys and ("momentum" in keys) != (optimizer == "muon"):
+        stored = "muon" if "momentum" in keys else "adam or adamw"
+        raise DataError(f"{checkpoint} has optimizer states of {stored}, not of {optimizer}; give --optimizer {stored}")
 
 
 def model_settings_to_compare(pair: ElectraConfig) -> dict[str, Any]:

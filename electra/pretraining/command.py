@@ -1,5 +1,6 @@
 """`electra pretrain`: train a generator and a discriminator on shards, phase by phase."""
 
+import gc
 import math
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
@@ -80,14 +81,15 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, wo
             name = phase.config.objective.name
             world.print(f"phase {phase.index + 1} of {len(phases)}: {name}")
         torch.manual_seed(config.seed)
-        task = PretrainingTask(phase, shards, world)  # raises before anything is written if the shards are unusable
-        if world.is_main and checkpoint_folders(config.output):
-            write_extended_budget(config)
-        elif world.is_main:
-            write_stored(config.output / CONFIG, asdict(record))
-        with closing(task):
+        with closing(PretrainingTask(phase, shards, world)) as task:  # raises before anything is written
+            if world.is_main and checkpoint_folders(config.output):
+                write_extended_budget(config)
+            elif world.is_main:
+                write_stored(config.output / CONFIG, asdict(record))
             result = train_phase(task, checkpoint, weights)
-        checkpoint = Path(result.checkpoint)
+        checkpoint, weights = Path(result.checkpoint), None
+        del task
+        gc.collect()  # the trainer and its CUDA graphs are in reference cycles, and the next phase needs their memory
         if result.signal:
             break
     if not world.is_main:

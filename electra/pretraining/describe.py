@@ -1,5 +1,6 @@
 """What a run will do (a summary of models and phases, warnings, the estimates of a dry run) and what it has learnt."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -266,13 +267,18 @@ def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> 
         assessment["discriminator"] = assess_discriminator(last)
     # losses with the same masks and samples at every evaluation
     loss = next((name for name in (*token_losses, "unigram_rtd_loss", "loss") if name in last), "loss")
-    lowest = min(
-        (line for line in evaluations if line.get(loss) is not None), key=lambda line: line[loss], default=last
-    )
+    comparable = [line for line in evaluations if line.get(loss) is not None and has_same_rows(line, last)]
+    lowest = min(comparable, key=lambda line: line[loss], default=last)
     if loss in last and last[loss] > OVERFITTING * lowest[loss]:
         rise = f"was {lowest[loss]:.3f} at step {lowest['step']:,} and is {last[loss]:.3f} now"
         assessment["overfitting"] = f"It over-fits: the held-out {loss} {rise}."
     return assessment | {"next": f"Next: {suggest_next(assessment, epochs, run)}."}
+
+
+def has_same_rows(evaluation: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two evaluations of a run have the same held-out rows: the unigram loss depends on nothing else."""
+    first, second = (each.get("unigram_mlm_loss") or 0.0 for each in (evaluation, other))
+    return math.isclose(first, second, rel_tol=1e-5)
 
 
 def assess_token_predictions(metrics: dict[str, float], name: str) -> str:

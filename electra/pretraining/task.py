@@ -198,8 +198,7 @@ class PretrainingTask:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows = self.loader.row_order_settings()
-        has_other_rows = self.config.init.branch_from is not None and any(state[name] != rows[name] for name in rows)
-        if state["phase"] == self.phase.index and not has_other_rows:
+        if all(state[name] == rows[name] for name in rows):
             self.loader.load_state_dict(state)
-        else:  # the position refers to other rows: start an epoch
+        else:  # the position refers to other rows, of a trunk or an earlier phase: start an epoch
             self.loader.position = LoaderPosition(step=state["step"], epoch=state["epoch"] + 1)

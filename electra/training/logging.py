@@ -159,6 +159,7 @@ class MetricsLogger:
         self.path = run / METRICS
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.evaluated_step = max((line["step"] for line in kept if line["kind"] == "validation"), default=-1)
         self.tensorboard = open_tensorboard(run, last_step) if tensorboard else None
         self.tracker = tracker
 

@@ -134,14 +134,15 @@ class Trainer:
         self.restart_budget()
 
     def restart_budget(self) -> None:
-        step, tokens, seconds = self.state.step, self.state.tokens, self.state.seconds
-        self.state = TrainState(step, tokens, seconds, start_step=step, start_seconds=seconds)
+        self.state.best_checkpoint = self.state.best_loss = None
+        self.state.start_step, self.state.start_seconds = self.state.step, self.state.seconds
 
     def train(self) -> TrainResult:
         """Train until the budget is used up or SIGTERM, SIGHUP or SIGINT arrives, and save a checkpoint."""
         if self.world.is_distributed:
             self.world.check_same_start(self.task.model, self.state.step)
         self.logger = self.open_logger() if self.world.is_main else None
+        evaluated_before = self.world.broadcast(self.logger and self.logger.evaluated_step)
         self.saved_at = self.state.seconds
         self.run_step = self.build_step()
         with collect_stop_signals(self.quiet, self.world.is_distributed) as self.received, self.bar, self.wait_policy:
@@ -159,10 +160,10 @@ class Trainer:
                     self.evaluate()
                 if self.is_save_due():
                     self.save_checkpoint()
-            if self.is_warm and not signals:
-                if not self.is_due(self.config.log_every):
+            if self.is_finished() and not signals:
+                if self.is_warm and not self.is_due(self.config.log_every):
                     self.log_metrics()
-                if not self.is_due(self.config.evaluate_every):
+                if self.state.step not in (self.evaluated_step, evaluated_before):  # perhaps stopped in the last step
                     self.evaluate()
             checkpoint = self.save_checkpoint()
         if self.logger is not None:
@@ -252,7 +253,7 @@ class Trainer:
                 group["lr"] = self.learning_rate * group["lr_scale"]
 
     def schedule_factor(self) -> float:
-        """The schedule at the middle of this step, so that neither the first nor the last has a rate of 0."""
+        """The schedule at the middle of this step; at its start, perhaps a rate of 0, if the budget is in seconds."""
         config = self.optimizer_config
         schedule = SCHEDULES[config.schedule]
         progress = self.budget_fraction_used(ahead_steps=0.5)
