@@ -140,12 +140,10 @@ def simple_text(documents: int) -> str:
     return "\n".join(lines)
 
 
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory):
-    """A folder of shards of simple text, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("text")
+def make_simple_shards(folder: Path, tokens: list[str]) -> Path:
+    """Shards of simple text, with a tokenizer of these tokens."""
     (folder / "text.txt").write_text(simple_text(1500))
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *tokens]) + "\n")
     shard(
         build_config(
             ShardConfig,
@@ -157,6 +155,19 @@ def shards(tmp_path_factory):
         )
     )
     return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """A folder of shards of simple text, with its tokenizer."""
+    return make_simple_shards(tmp_path_factory.mktemp("text"), WORDS)
+
+
+@pytest.fixture(scope="session")
+def word_piece_shards(tmp_path_factory):
+    """The same text with a tokenizer that splits two of its words."""
+    whole = [word for word in WORDS if word not in ("small", "house")]
+    return make_simple_shards(tmp_path_factory.mktemp("pieces"), [*whole, "sm", "##all", "hou", "##se"])
 
 
 def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
@@ -174,11 +185,12 @@ def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
 
 
 @pytest.fixture
-def run_config(shards, tmp_path):
-    """Build the config of a small run in tmp_path."""
+def run_config(shards, tmp_path, request):
+    """Build the config of a small run in tmp_path; whole-word masking is of text with word pieces."""
 
     def build(output: str = "run", **settings) -> PretrainConfig:
-        return small_run(**{"data": shards, "output": tmp_path / output} | settings)
+        data = request.getfixturevalue("word_piece_shards") if settings.get("whole_word_masking") else shards
+        return small_run(**{"data": data, "output": tmp_path / output} | settings)
 
     return build
 

@@ -156,13 +156,13 @@ def test_settings_equal_to_the_trunks_may_be_given(shards, trunk, tmp_path):
     assert pretrain(config).steps == 2
 
 
-def test_folders_without_a_trunk_are_reported(run_config, trunk, encoder_folder):
+def test_folders_without_a_trunk_are_reported(run_config, shards, trunk, encoder_folder, tmp_path):
     with pytest.raises(ConfigError, match="feedforward was 48 and is now 64"):
         pretrain(run_config(branch_from=trunk))
     with pytest.raises(DataError, match="there is no folder nowhere"):
-        pretrain(run_config(branch_from=Path("nowhere")))
+        branch_config(shards, Path("nowhere"), tmp_path / "branch")
     with pytest.raises(DataError, match="holds a model without training state; start from its weights with --init"):
-        pretrain(run_config(branch_from=encoder_folder))
+        branch_config(shards, encoder_folder, tmp_path / "branch")
     assert not run_config().output.exists()
 
 

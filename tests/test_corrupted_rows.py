@@ -15,9 +15,10 @@ from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra
 from electra.model.storage import load_model
 from electra.objectives.evaluation import evaluate
+from electra.pretraining import held_out
 from electra.pretraining.command import pretrain
-from electra.pretraining.config import CorruptConfig
-from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_corrupted_rows
+from electra.pretraining.config import CorruptConfig, PretrainConfig
+from electra.pretraining.held_out import HeldOutRows, held_out_batches, read_corrupted_rows, write_corrupted_rows
 from electra.pretraining.initialize import unigram_frequencies
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World
@@ -40,6 +41,15 @@ def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_c
     assert (result.rows, result.length) == tuple(is_replaced.shape) == (64, 16)
     assert 1 <= is_replaced.sum(1).max() <= 2  # 15 % of 16 tokens
     assert result.replaced_fraction == pytest.approx(is_replaced.float().mean().item())
+
+
+@pytest.mark.parametrize(("rows", "rows_per_batch"), [(20, [20]), (50, [25, 25]), (51, [26, 25]), (64, [32, 32])])
+def test_as_many_rows_are_written_as_asked_for(corrupt_config, shards, monkeypatch, rows, rows_per_batch):
+    monkeypatch.setattr(held_out, "CORRUPTED_ROWS_PER_BATCH", 32)
+    source = HeldOutRows(rows=rows, length=16, packing="packed")
+    assert [batch.num_rows for batch in source.read(open_shards(shards), torch.device("cpu"))] == rows_per_batch
+    result = write_corrupted_rows(corrupt_config(rows=rows))
+    assert result.rows == len(read_corrupted_rows(result.output, open_shards(shards), positions=16).input_ids) == rows
 
 
 @pytest.mark.parametrize("packing", ["packed", "examples"])
@@ -70,6 +80,15 @@ def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
         expected = rows.evaluate(electra, open_shards(shards).tokenizer, World(torch.device("cpu")))
     assert evaluations[-1]["fixed_rtd_loss"] == pytest.approx(expected["fixed_rtd_loss"], rel=1e-4)
     assert evaluations[0]["fixed_rtd_loss"] != evaluations[-1]["fixed_rtd_loss"]
+
+
+def test_a_run_is_resumed_from_another_folder(corrupt_config, run_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = run_config(corrupted_rows=write_corrupted_rows(corrupt_config()).output.relative_to(tmp_path), steps=2)
+    pretrain(config)
+    monkeypatch.chdir("/")
+    extended = build_config(PretrainConfig, output=config.output, resume=True, steps=3)
+    assert "fixed_rtd_loss" in pretrain(extended).metrics
 
 
 def test_a_model_without_discriminator_has_no_metrics(corrupt_config, shards, make_pair):

@@ -273,6 +273,8 @@ def dry_run(capsys, shards: Path, tmp_path: Path, flags: str) -> list[str]:
 )
 def test_size_style_and_sharing_default_to_those_of_init(shards, make_source, tmp_path, capsys, sharing, described):
     [model, init, *_] = dry_run(capsys, shards, tmp_path, f"--init {make_source(sharing)}")
+    with_default = dry_run(capsys, shards, tmp_path, f"--init {make_source(sharing)} --generator model")
+    assert with_default[:2] == [model, init]
     assert model.startswith("classic: discriminator with 2 layers of width 24; generator with 2 layers of width 8")
     assert model.endswith(described)
     folder = make_source(sharing)

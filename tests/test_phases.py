@@ -144,6 +144,10 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
             STACKED_AND_WIDENED | {"phases": ("layers=1,width=24", "length=8")},
             "width=24,layers=1 in --phases: .* from 16, not from 24",
         ),
+        (
+            {"generator": "uniform", "phases": ("length=8", "temperature=2")},
+            "but --generator is uniform; leave them out",
+        ),
         ({"phases": ("schedule=cosine", "length=8")}, "schedule cosine and linear in consecutive phases of one objec"),
         ({"phases": ("warmup=0.2", "warmup=0.3")}, "warmup 0.2 and 0.3 in consecutive phases"),
         (WIDENED | {"init": Path("model")}, "width and layers are for new weights; leave them out with --init"),
@@ -157,6 +161,11 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
 def test_contradictory_settings_are_reported(run_config, shards, settings, message):
     with pytest.raises(ConfigError, match=message):
         plan_and_check_phases(run_config(**settings), open_shards(shards))
+
+
+def test_two_stage_training_allows_another_dropout_in_the_generator(run_config, shards):
+    phases = plan_and_check_phases(run_config(**TWO_STAGE, generator_dropout=0.1), open_shards(shards))
+    assert phases[1].model.generator.dropout == 0.1
 
 
 def test_contradictory_flags_end_with_one_sentence_and_no_run(shards, tmp_path, capsys):

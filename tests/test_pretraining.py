@@ -477,6 +477,11 @@ def test_missing_and_changed_data_are_reported(finished_copy, shards, tmp_path):
         pretrain(replace(finished_copy, data=other))
 
 
+def test_whole_word_masking_needs_a_tokenizer_with_word_pieces(run_config, shards):
+    with pytest.raises(ConfigError, match="--whole-word-masking needs word pieces that start with ##, and the vocab"):
+        pretrain(run_config(whole_word_masking=True, data=shards))
+
+
 def test_shards_without_held_out_text_are_reported_before_training(run_config, shards, tmp_path):
     data = make_shards(shards, tmp_path / "all", validation_fraction=0.0)
     for dry_run in (False, True):

@@ -179,7 +179,9 @@ def test_a_model_with_another_tokenizer_is_an_error(folder):
 
 
 def test_missing_and_unfinished_shards_have_different_errors(tmp_path):
-    with pytest.raises(DataError, match=r"no shards in .*; make shards with: electra shard .* --output shards/$"):
+    with pytest.raises(
+        DataError, match=r"no shards in .*; make shards with: electra shard .* --tokenizer VOCAB --output"
+    ):
         open_shards(tmp_path)
     (tmp_path / "unfinished.json").write_text("{}")
     with pytest.raises(DataError, match="are unfinished; run the same electra shard command again"):
@@ -189,9 +191,9 @@ def test_missing_and_unfinished_shards_have_different_errors(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("text.txt", r"text.txt is a file, not a folder of shards; .* --corpus .*text.txt --output shards/$"),
-        ("run", "no shards in .*run; .* --corpus … --output shards/$"),
-        ("missing", "missing does not exist; .* --corpus … --output shards/$"),
+        ("text.txt", r"text.txt is a file, not a folder of shards; .* --corpus .*text.txt --tokenizer VOCAB --output"),
+        ("run", "no shards in .*run; .* --corpus … --tokenizer VOCAB --output"),
+        ("missing", "missing does not exist; .* --corpus … --tokenizer VOCAB --output"),
     ],
 )
 def test_an_error_tells_what_is_there_instead_of_shards(tmp_path, name, message):

@@ -314,7 +314,8 @@ def open_shards(folder: Path) -> Shards:
     if not (folder / INDEX).is_file():
         corpus = folder if folder.is_file() else "…"
         raise DataError(
-            f"{explain_missing_shards(folder)}; make shards with: electra shard --corpus {corpus} --output shards/"
+            f"{explain_missing_shards(folder)}; make shards with: electra shard --corpus {corpus} --tokenizer VOCAB "
+            "--output shards/"
         )
     shards = Shards(folder, read_index(folder))
     assert shards.files is not None

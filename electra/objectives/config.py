@@ -74,6 +74,11 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"is {self.temperature}; it must be above 0, usually 1", field="temperature")
+        if self.generator != "model" and (self.disallow_correct or self.temperature != 1):
+            raise ConfigError(
+                f"--disallow-correct and --temperature change the samples of a generator, but --generator is "
+                f"{self.generator}; leave them out or use --generator model"
+            )
         weights = {
             "discriminator_weight": 50,
             "corrective_lm_weight": 1,

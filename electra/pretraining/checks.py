@@ -9,8 +9,9 @@ from typing import Any
 
 from electra.config import flat_values
 from electra.data.shards import Shards
+from electra.data.tokenizer import CONTINUATION_PREFIX
 from electra.errors import ConfigError, DataError
-from electra.model.config import ElectraConfig, get_size_preset
+from electra.model.config import ElectraConfig, EncoderConfig, get_size_preset
 from electra.model.storage import load_model_tokenizer, open_safetensors, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
@@ -36,15 +37,20 @@ from electra.runfolder import (
     remove_partial_files,
     write_stored,
 )
-from electra.training.checkpoint import STATE, TRAINING, find_model_folder, read_training_state
+from electra.training.checkpoint import TRAINING, find_model_folder, read_training_state
 from electra.training.config import OptimizerName
 from electra.training.hardware import describe_environment
 
-CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
+CHANGEABLE_WITH_WEIGHTS = ("dropout", "attention_dropout", "init_std")  # of encoders
 
 
-def check_new_run_settings(config: PretrainConfig) -> None:
-    """Check the settings of a new run against each other."""
+def check_new_run_settings(config: PretrainConfig, shards: Shards) -> None:
+    """Check the settings of a new run against each other and against its tokenizer."""
+    if config.masking.whole_word_masking and not any(shards.tokenizer.vocabulary.is_continuation or ()):
+        raise ConfigError(
+            f"--whole-word-masking needs word pieces that start with {CONTINUATION_PREFIX}, and the vocabulary of "
+            f"{shards.folder} has none; leave it out, or make shards with a WordPiece tokenizer"
+        )
     specs = parse_phases(config.phases)
     objectives = [spec.settings.get("objective", config.objective.name) for spec in specs]
     for spec in specs:
@@ -127,7 +133,7 @@ def check_discriminator_init(phases: list[Phase]) -> None:
         if not inits_discriminator_from_generator(previous, phase):
             continue
         generator, discriminator = phase.model.generator, phase.model.discriminator
-        if generator and discriminator and generator != discriminator:
+        if generator and discriminator and weight_settings(generator) != weight_settings(discriminator):
             raise ConfigError(
                 f"the discriminator ({discriminator.layers} layers, width {discriminator.width}) cannot be initialised "
                 f"from a generator of {generator.layers} layers, width {generator.width}; use --generator-width "
@@ -147,8 +153,6 @@ def check_branch_matches_trunk(config: PretrainConfig, model: ElectraConfig, sha
     assert trunk is not None
     checkpoint = find_model_folder(trunk)
     trunk_model = model_settings_to_compare(read_model_config(checkpoint))
-    if not (checkpoint / STATE).exists():
-        raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
     shards.check_same_tokenizer(load_model_tokenizer(checkpoint))
     optimizer = config.optimizer.name
     before = trunk_model | {"optimizer": read_run_settings(checkpoint).get("optimizer", optimizer)}
@@ -179,9 +183,13 @@ def model_settings_to_compare(pair: ElectraConfig) -> dict[str, Any]:
     )
     settings: dict[str, Any] = {"parts": " and ".join(parts), "sharing": pair.sharing}
     for prefix, encoder in (("", pair.discriminator), ("generator_", pair.generator)):
-        values = asdict(encoder) if encoder else {}
-        settings |= {f"{prefix}{name}": values[name] for name in values if name not in CHANGEABLE_BY_BRANCH}
+        settings |= {f"{prefix}{name}": value for name, value in (weight_settings(encoder) if encoder else {}).items()}
     return settings
+
+
+def weight_settings(encoder: EncoderConfig) -> dict[str, Any]:
+    """The settings of an encoder that others must share to take over its weights."""
+    return {name: value for name, value in asdict(encoder).items() if name not in CHANGEABLE_WITH_WEIGHTS}
 
 
 def find_resume_checkpoint(config: PretrainConfig, record: RunRecord) -> Path | None:
@@ -206,9 +214,11 @@ def find_resume_checkpoint(config: PretrainConfig, record: RunRecord) -> Path | 
 
 
 def build_run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> RunRecord:
+    corrupted_rows = config.corrupted_rows and config.corrupted_rows.absolute()
+    paths = {"data": config.data.absolute(), "corrupted_rows": corrupted_rows}  # it may be resumed from another folder
     return RunRecord(
         model=phases[-1].model,
-        pretraining=flat_values(config) | {"data": config.data.absolute()},  # it may be resumed from another folder
+        pretraining=flat_values(config) | paths,
         data=DataRecord(tokens=shards.index.totals_by_split("tokens"), tokenizer=shards.tokenizer.fingerprint),
         command=shlex.join(sys.argv),
         environment=describe_environment(),

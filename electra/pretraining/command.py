@@ -62,7 +62,7 @@ def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]
     """The phases of a run; raises a ConfigError for settings that contradict each other."""
     is_new = not config.resumes_checkpoint()
     if is_new:
-        check_new_run_settings(config)
+        check_new_run_settings(config, shards)
     phases = plan_phases(config, pair_config(config, shards))
     check_discriminator_init(phases)
     if is_new and config.init.branch_from is not None:

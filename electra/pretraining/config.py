@@ -251,7 +251,7 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         encoders = read_encoder_configs(folder)
         encoder = main_encoder_config(encoders)
         settings: dict[str, Any] = {"size": size_name_for_encoder(encoder), "style": encoder.style}
-        if len(encoders) == 2 and not explicit_values.keys() & {"init_generator", "generator"}:
+        if len(encoders) == 2 and "init_generator" not in explicit_values:
             settings["sharing"] = read_model_config(folder).sharing
         generator = explicit_values.get("init_generator")
         if generator != "fresh" and (generator is not None or len(encoders) == 2):
@@ -273,12 +273,15 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     if not explicit_values.get("branch_from"):
         return {}
     from electra.model.storage import read_model_config
-    from electra.training.checkpoint import find_model_folder
+    from electra.training.checkpoint import STATE, find_model_folder
 
-    checkpoint = find_model_folder(Path(explicit_values["branch_from"]))
+    trunk = Path(explicit_values["branch_from"])
+    checkpoint = find_model_folder(trunk)
+    if (checkpoint / CONFIG).exists() and not (checkpoint / STATE).exists():
+        raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
+    pair = read_model_config(checkpoint)
     stored = read_phase_settings(checkpoint)
     task_state = asdict(read_pretraining_state(checkpoint))
-    pair = read_model_config(checkpoint)
     settings = {name: stored[name] for name in inherited_settings() if name in stored}
     settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -250,9 +251,14 @@ class HeldOutRows:
     packing: Literal["packed", "examples"]
 
     def read(self, shards: Shards, device: torch.device) -> list[Batch]:
-        batch_size = min(CORRUPTED_ROWS_PER_BATCH, self.rows)
+        count = math.ceil(self.rows / CORRUPTED_ROWS_PER_BATCH)
+        batch_size = math.ceil(self.rows / count)
         loader = LoaderConfig(length=self.length, batch_size=batch_size, packing=self.packing)
-        return list(validation_batches(shards, loader, max_batches=max(1, self.rows // batch_size), device=device))
+        batches = list(validation_batches(shards, loader, max_batches=count, device=device))
+        surplus = len(batches) * batch_size - self.rows
+        if surplus > 0:
+            batches[-1] = merge_batches(batches[-1].micro_batches(batch_size)[:-surplus])
+        return batches
 
 
 def build_corrupted_rows(batches: list[Batch], corrupted_ids: Tensor) -> CorruptedRows:
