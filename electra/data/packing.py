@@ -59,7 +59,7 @@ class LoaderConfig:
         check_choice(self, "packing", get_args(Packing))
         if self.packing == "examples" and self.cross_document_attention:
             raise ConfigError(
-                "examples of one row must not see each other; leave out this flag or choose --packing packed",
+                "examples of one row must not see each other; use --no-cross-document-attention or --packing packed",
                 field="cross_document_attention",
             )
 
