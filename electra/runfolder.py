@@ -344,8 +344,8 @@ def check_same_settings(
     ignore: Collection[str] = (),
     advice: str = "",
 ) -> None:
-    """Raise if a folder, or a part of it in words, was started with settings other than `now`, both as read from JSON.
-    Without `advice`, the error suggests to remove the folder, among others."""
+    """Raise if a folder (or what `folder` describes) was started with settings other than `now`, both as read from
+    JSON; without `advice`, the error also suggests to remove the folder."""
     if changes := describe_changed_settings(before, now, ignore):
         start_over = f"start over: rm -r {shlex.quote(str(folder))}"
         advice = advice or f"use the same settings, choose another --output, or {start_over}"

@@ -43,7 +43,7 @@ def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_c
     assert result.replaced_fraction == pytest.approx(is_replaced.float().mean().item())
 
 
-@pytest.mark.parametrize(("rows", "rows_per_batch"), [(20, [20]), (50, [25, 25]), (51, [26, 25]), (64, [32, 32])])
+@pytest.mark.parametrize(("rows", "rows_per_batch"), [(20, [20]), (50, [32, 18]), (51, [32, 19]), (64, [32, 32])])
 def test_as_many_rows_are_written_as_asked_for(corrupt_config, shards, monkeypatch, rows, rows_per_batch):
     monkeypatch.setattr(held_out, "CORRUPTED_ROWS_PER_BATCH", 32)
     source = HeldOutRows(rows=rows, length=16, packing="packed")

@@ -180,16 +180,28 @@ def test_transformers_reads_the_tokens_of_completed_files(tmp_path):
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").tokens == ["[CLS]", "a", "[SEP]"]
     cased = tmp_path / "cased"
     cased.mkdir()
-    (cased / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, "Paris", "paris"]) + "\n")
-    (cased / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    vocabulary = "\n".join([*SPECIAL_TOKENS, "twice", "twice", "Paris", "paris"]) + "\n"
+    (cased / "vocab.txt").write_text(vocabulary)
+    (cased / "tokenizer_config.json").write_text('{"model_max_length": 64, "do_lower_case": null}')
     complete_tokenizer_files(cased)
+    assert (cased / "vocab.txt").read_text() == vocabulary
     tokenizer = AutoTokenizer.from_pretrained(cased)
     assert tokenizer.tokenize("Paris") == ["Paris"]
     assert tokenizer.model_max_length == 64
 
 
+def test_a_tokenizer_need_not_know_any_letter(tmp_path):
+    pieces = [(token, 0.0) for token in SPECIAL_TOKENS] + [("東", -1.0), ("京", -1.0)]
+    Tokenizer(models.Unigram(pieces, unk_id=None)).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).library.encode("東京").tokens == ["[CLS]", "東", "京", "[SEP]"]
+
+
 def test_files_that_transformers_reads_alike_are_not_changed(tmp_path):
     train(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "vocab" / "tokenizer.json"))
+    tokenizer.enable_padding()
+    tokenizer.enable_truncation(16)
+    tokenizer.save(str(tmp_path / "vocab" / "tokenizer.json"))
     files = {path: path.read_bytes() for path in (tmp_path / "vocab").iterdir()}
     complete_tokenizer_files(tmp_path / "vocab")
     assert {path: path.read_bytes() for path in (tmp_path / "vocab").iterdir()} == files

@@ -218,14 +218,21 @@ def load_tokenizer_json(file: Path, content: str) -> TextTokenizer:
 
 
 def add_cls_and_sep(tokenizer: TextTokenizer) -> None:
-    """Let the library encode texts as [CLS] text [SEP], as models are trained, where its file does not say so."""
+    """Let the library encode texts as [CLS] text [SEP], as models are trained, where its file does not add them."""
     library, vocabulary, tokens = tokenizer.library, tokenizer.vocabulary, dict(tokenizer.special_tokens)
-    ids, text_ids = (library.encode("a", add_special_tokens=each).ids for each in (True, False))
-    if ids == [vocabulary.cls_id, *text_ids, vocabulary.sep_id]:
+    if adds_cls_and_sep(library, vocabulary):
         return
+    with report_panics():
+        adds_nothing = not library.encode("").ids
     bert = processors.BertProcessing((tokens["sep"], vocabulary.sep_id), (tokens["cls"], vocabulary.cls_id))
-    keeps_others = library.post_processor is not None and ids == text_ids  # it changes offsets only
+    keeps_others = library.post_processor is not None and adds_nothing  # it changes offsets only
     library.post_processor = processors.Sequence([library.post_processor, bert]) if keeps_others else bert
+
+
+def adds_cls_and_sep(library: Tokenizer, vocabulary: Vocabulary) -> bool:
+    """Whether the library encodes texts as [CLS] text [SEP]."""
+    with report_panics():
+        return library.encode("").ids == [vocabulary.cls_id, vocabulary.sep_id]
 
 
 def complete_tokenizer_files(folder: Path) -> None:
@@ -233,16 +240,18 @@ def complete_tokenizer_files(folder: Path) -> None:
     the lowercasing that a lone vocab.txt implies, and the [CLS] and [SEP] that a tokenizer.json lacks."""
     tokenizer, file = load_tokenizer(folder), folder / TOKENIZER_JSON
     if file.exists():
-        description = tokenizer.library.to_str(pretty=True)
-        if (
-            json.loads(file.read_text(encoding="utf-8")).get("post_processor")
-            != json.loads(description)["post_processor"]
-        ):
-            write_file(file, description + "\n")
+        library = Tokenizer.from_file(str(file))
+        library.no_truncation()
+        library.no_padding()
+        if not adds_cls_and_sep(library, tokenizer.vocabulary):
+            write_file(file, tokenizer.library.to_str(pretty=True) + "\n")
     elif read_settings_beside(file, SETTINGS).do_lower_case is None:
         settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        vocabulary = (folder / VOCAB_TXT).read_bytes()
         tokenizer.save(folder)
-        write_json(folder / SETTINGS, read_json(folder / SETTINGS) | settings)
+        given = {name: value for name, value in settings.items() if value is not None}
+        write_json(folder / SETTINGS, read_json(folder / SETTINGS) | given)
+        write_file(folder / VOCAB_TXT, vocabulary)  # ids are line numbers, also of repeated tokens
 
 
 def check_growth(library: Tokenizer) -> None:

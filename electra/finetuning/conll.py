@@ -170,6 +170,8 @@ class ConllWriter:
     def write_row(self, row: dict[str, Any]) -> None:
         self.header = self.header or self.choose_columns(row)
         columns = [column_of_words(name, row.get(name), len(row["prediction"])) for name in self.header]
+        if {"", DOCUMENT_START} & set(columns[0]):
+            raise DataError(f"a word is empty or {DOCUMENT_START}, which .conll cannot hold; write .jsonl")
         needs_tabs = any(re.search(r"^$|^#| ", cell) for column in columns for cell in column)
         for cells in zip(*columns, strict=True):
             print(*cells, sep="\t" if needs_tabs else " ", file=self.file)
@@ -187,8 +189,8 @@ def column_of_words(name: str, cell: Any, num_words: int) -> list[str]:
     """The texts of a column for the words of a sentence, which are empty if it lacks the column."""
     items = cell.split() if isinstance(cell, str) else [""] * num_words if cell is None else cell
     if not isinstance(items, list) or len(items) != num_words:
-        raise DataError(f"column {name!r} has no list with an item for each word, as .conll needs; write .jsonl")
+        raise DataError(f"column {name!r} needs one item for each word in a .conll file; write .jsonl")
     texts = ["" if item is None else str(item) for item in items]
     if any(re.search(r"[\t\r\n]|^ | $", text) for text in texts):
-        raise DataError(f"column {name!r} has a tab, a line end or an outer space, as .conll cannot hold; write .jsonl")
+        raise DataError(f"column {name!r} has a tab, line end or outer space, which .conll cannot hold; write .jsonl")
     return texts

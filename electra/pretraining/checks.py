@@ -171,7 +171,7 @@ def check_optimizer_states(checkpoint: Path, optimizer: OptimizerName) -> None:
     with open_safetensors(checkpoint / TRAINING) as file:
         keys = {name.rpartition("/")[2] for name in file.keys()}  # noqa: SIM118 (not a dict)
     if keys and ("momentum" in keys) != (optimizer == "muon"):
-        stored = "muon" if "momentum" in keys else "adam or adamw"
+        stored = "muon" if "momentum" in keys else "adam (or adamw)"
         raise DataError(f"{checkpoint} has optimizer states of {stored}, not of {optimizer}; give --optimizer {stored}")
 
 

@@ -251,8 +251,8 @@ class HeldOutRows:
     packing: Literal["packed", "examples"]
 
     def read(self, shards: Shards, device: torch.device) -> list[Batch]:
-        count = math.ceil(self.rows / CORRUPTED_ROWS_PER_BATCH)
-        batch_size = math.ceil(self.rows / count)
+        batch_size = min(CORRUPTED_ROWS_PER_BATCH, self.rows)
+        count = math.ceil(self.rows / batch_size)
         loader = LoaderConfig(length=self.length, batch_size=batch_size, packing=self.packing)
         batches = list(validation_batches(shards, loader, max_batches=count, device=device))
         surplus = len(batches) * batch_size - self.rows

@@ -117,7 +117,7 @@ class StudyConfig:
         parse_key_values(TuningConfig, self.finetuning, "finetuning")
 
     def pretraining_settings(self) -> dict[str, Any]:
-        """The settings of electra pretrain for all runs; raises if they are not."""
+        """The settings of electra pretrain for all runs; raises a ConfigError for unknown names or values."""
         return parse_key_values(PretrainConfig, self.pretraining, "pretraining")
 
 

@@ -253,7 +253,7 @@ class Trainer:
                 group["lr"] = self.learning_rate * group["lr_scale"]
 
     def schedule_factor(self) -> float:
-        """The schedule at the middle of this step; at its start, perhaps a rate of 0, if the budget is in seconds."""
+        """The schedule at the middle of this step; with a budget in seconds, at its start, where a warm-up gives 0."""
         config = self.optimizer_config
         schedule = SCHEDULES[config.schedule]
         progress = self.budget_fraction_used(ahead_steps=0.5)
