@@ -329,5 +329,5 @@ def test_conll_output_is_read_with_the_columns_of_its_input():
 
 @pytest.mark.parametrize("words", [["a\tb"], ["a\nb"], [" a"], ["a", "b"], {"a": 1}, [""], ["-DOCSTART-"]])
 def test_cells_that_conll_cannot_hold_are_errors(words):
-    with pytest.raises(DataError, match="; write .jsonl"):
+    with pytest.raises(DataError, match=r"; write \.jsonl"):
         written_columns({"words": words, "prediction": ["O"]})
