@@ -192,5 +192,5 @@ def column_of_words(name: str, cell: Any, num_words: int) -> list[str]:
         raise DataError(f"column {name!r} needs one item for each word in a .conll file; write .jsonl")
     texts = ["" if item is None else str(item) for item in items]
     if any(re.search(r"[\t\r\n]|^ | $", text) for text in texts):
-        raise DataError(f"column {name!r} has a tab, line end or outer space, which .conll cannot hold; write .jsonl")
+        raise DataError(f"column {name!r} has tabs, line ends or spaces around a word, unfit for .conll; write .jsonl")
     return texts

@@ -12,7 +12,7 @@ from electra.data.shards import Shards
 from electra.data.tokenizer import CONTINUATION_PREFIX
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, EncoderConfig, get_size_preset
-from electra.model.storage import load_model_tokenizer, open_safetensors, read_model_config
+from electra.model.storage import load_model_tokenizer, read_model_config, read_tensor_names
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import (
@@ -168,8 +168,7 @@ def check_branch_matches_trunk(config: PretrainConfig, model: ElectraConfig, sha
 
 def check_optimizer_states(checkpoint: Path, optimizer: OptimizerName) -> None:
     """Check that a checkpoint, perhaps moved out of its run and its settings, has the states of this optimizer."""
-    with open_safetensors(checkpoint / TRAINING) as file:
-        keys = {name.rpartition("/")[2] for name in file.keys()}  # noqa: SIM118 (not a dict)
+    keys = {name.rpartition("/")[2] for name in read_tensor_names(checkpoint / TRAINING)}
     if keys and ("momentum" in keys) != (optimizer == "muon"):
         stored = "muon" if "momentum" in keys else "adam (or adamw)"
         raise DataError(f"{checkpoint} has optimizer states of {stored}, not of {optimizer}; give --optimizer {stored}")
