@@ -60,8 +60,8 @@ class StudyConfig:
     output: Path
     """Folder for the runs, their measures, and a folder of tables and figures for each study."""
     glue: str | None = None
-    """The folder of GLUE's official download, or hub:glue: all encoders are compared by electra probe. Without it, only
-    by losses on held-out text."""
+    """The folder of GLUE's official download, or hub:glue: all encoders are compared by electra probe. Without it,
+    losses on held-out text are listed, and nothing is judged."""
     settings: tuple[str, ...] = ()
     """With compare: names of settings, each followed by KEY=VALUE for those of electra pretrain that differ from its
     defaults: default decay weight_decay=0.3 both weight_decay=0.3 mask_fraction=0.25. The others are compared with the

@@ -29,8 +29,10 @@ from electra.training.hardware import choose_device
 PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `StudyRecord.fixed_rtd`
 UNIGRAM_RTD_AUC = "unigram_rtd_auc"  # of all discriminators
-PRETRAINING_SD = 0.006  # assumed, of the probe's mean between pre-training seeds: docs/log.md
-ASSUMED_DEGREES = 4  # of freedom, that PRETRAINING_SD counts as beside what a study measures with few seeds
+PRETRAINING_SD = 0.005
+"""Assumed, of the probe's mean between pre-training seeds: 0.4 points were measured with five pairs of runs of three
+minutes (docs/studies.md), and 0.6 of the GLUE score with 14 ELECTRA-Small models of richarddwang/electra_pytorch."""
+ASSUMED_DEGREES = 10  # of freedom, that PRETRAINING_SD counts as beside what a study measures with few seeds
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
 
@@ -206,23 +208,21 @@ def probe_mean(scores: Scores) -> float:
 
 def estimate_probe(runs: Sequence[Scores], variance: float) -> Estimate:
     """The mean over runs, which differ by their seed; `variance` is that between seeds."""
-    return estimate_scores(runs, variance / len(runs))
+    return estimate_scores(mean_scores(runs), variance / len(runs))
 
 
 def estimate_probe_difference(ours: Sequence[Scores], others: Sequence[Scores], variance: float) -> Estimate:
     """The mean of the runs of one setting minus that of another, paired by task, fold and fine-tuning seed."""
-    differences = [{task: one[task] - other[task] for task in one} for one in ours for other in others]
+    first, second = mean_scores(ours), mean_scores(others)
+    differences = {task: first[task] - second[task] for task in first}
     return estimate_scores(differences, variance / len(ours) + variance / len(others))
 
 
-def estimate_scores(scores: Sequence[Scores], seed_variance: float) -> Estimate:
-    """The mean over runs, with the error of the probe and the variance of that mean between pre-training seeds."""
-    estimates = [estimate_mean_of_tasks(each.values()) for each in scores]
-    squared = float(np.mean([(estimate.error or 0.0) ** 2 for estimate in estimates]))
-    return Estimate(float(np.mean([estimate.mean for estimate in estimates])), math.sqrt(squared + seed_variance))
+def mean_scores(runs: Sequence[Scores]) -> Scores:
+    return {task: np.mean([scores[task] for scores in runs], axis=0) for task in runs[0]}
 
 
-def estimate_loss(values: list[float], variance: float | None) -> Estimate:
-    """The mean of runs, without an error if there is only one: losses of other settings may vary differently."""
-    error = math.sqrt(variance / len(values)) if variance is not None and len(values) > 1 else None
-    return Estimate(float(np.mean(values)), error)
+def estimate_scores(scores: Scores, seed_variance: float) -> Estimate:
+    """The mean over tasks, with the error of the probe and the variance between pre-training seeds."""
+    estimate = estimate_mean_of_tasks(scores.values())
+    return Estimate(estimate.mean, math.hypot(estimate.error or 0.0, math.sqrt(seed_variance)))

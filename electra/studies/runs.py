@@ -39,6 +39,7 @@ from electra.training.hardware import choose_device
 
 RUNS, LOGS, MEASURES = "runs", "logs", "measures"
 POLL_SECONDS = 0.2
+ERROR_CODE = 2  # exit code of electra pretrain after an error that would occur again
 UNUSED_DATA = Path("shards")  # of runs that are only summarized
 DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000, "save_every": 4000}  # disk space and time
 
@@ -284,10 +285,11 @@ def train_on_gpus(
     runs: list[StudyRun], gpus: list[str], output: Path, overlap: bool = False
 ) -> Iterator[tuple[StudyRun, str | None]]:
     """Train each run in a process of its own, at most one on each GPU; yields each with its error when it ends. With
-    `overlap`, a second process of each GPU is ready to train when the first one ends.
+    `overlap`, a second process of each GPU is ready to train when the first one ends. A process that was killed or
+    crashed, perhaps by an error of the GPU, is started once more and continues from the run's last checkpoint.
 
     One process cannot train all of them: torch compiles a function for a few models only and then runs it eagerly."""
-    pending = list(runs)
+    pending, restarted = list(runs), set[str]()
     active: dict[str, list[RunProcess]] = {gpu: [] for gpu in gpus}
     with stop_processes_on_error(active), ExitStack() as logs:
         while pending or any(active.values()):
@@ -305,9 +307,15 @@ def train_on_gpus(
             time.sleep(POLL_SECONDS)
             for processes in active.values():
                 for each in list(processes):
-                    if (code := each.process.poll()) is not None:
-                        processes.remove(each)
+                    if (code := each.process.poll()) is None:
+                        continue
+                    processes.remove(each)
+                    if code in (0, ERROR_CODE) or each.run.name in restarted:
                         yield each.run, describe_failure(each, output, code) if code else None
+                    else:
+                        print(f"{describe_failure(each, output, code)}; started once more", file=sys.stderr, flush=True)
+                        restarted.add(each.run.name)
+                        pending.insert(0, each.run)
 
 
 def describe_failure(each: RunProcess, output: Path, code: int) -> str:
