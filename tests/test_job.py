@@ -80,7 +80,7 @@ def test_ten_updates_equal_a_plain_loop(make_job):
     """AdamW with layer-wise learning rates, warm-up and gradient clipping."""
     job = make_job(rows=43, batch_size=4, epochs=2, dropout=0.0, seed=3)  # 39 training rows: one batch is incomplete
     task, plain = FinetuningTask(job), FinetuningTask(job)
-    optimizer_config, trainer_config = job.tuning.optimizer_config(task.encoder), job.tuning.trainer_config(10)
+    optimizer_config, trainer_config = job.tuning.optimizer_config(task.encoder_config), job.tuning.trainer_config(10)
     job.folder.mkdir()
     Trainer(task, optimizer_config, trainer_config, Budget(steps=10), job.folder, seed=3, quiet=True).train()
 

@@ -159,8 +159,8 @@ class FinetuningTask:
         self.device = choose_device(job.hardware.device)
         dispatch.set_kernel_mode(job.hardware.kernels)
         self.pretrained = load_pretrained(job.model, self.tuning.dropout)
-        self.encoder = self.pretrained.encoder.config
-        self.encoder.check_length(job.length)
+        self.encoder_config = self.pretrained.encoder.config
+        self.encoder_config.check_length(job.length)
         self.tokenizer = self.pretrained.load_tokenizer()
         model = build_task_model(
             self.pretrained,
@@ -175,7 +175,7 @@ class FinetuningTask:
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
         self.examples = {split: read_examples(self.task, split) for split in available_splits(self.task)}
-        self.encoder.check_segments(1 if self.examples["train"].texts_b is None else 2)
+        self.encoder_config.check_segments(1 if self.examples["train"].texts_b is None else 2)
         if self.task.double_unordered:
             self.examples["train"] = self.examples["train"].with_swapped_pairs()
         self.splits = {split: self.load_features(examples) for split, examples in self.examples.items()}
@@ -198,7 +198,7 @@ class FinetuningTask:
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
         counts, head = (self.train.num_examples, len(self.train)), self.model.describe_head_input()
-        return self.tuning.describe(self.encoder, head, self.task, *counts, self.job.length)
+        return self.tuning.describe(self.encoder_config, head, self.task, *counts, self.job.length)
 
     def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)
@@ -217,7 +217,7 @@ class FinetuningTask:
         self.master_weights.update_half_precision_weights()
         targets = self.train.labels[batch.rows]
         with self.master_weights.autocast():
-            logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id), targets)
+            logits = self.master_weights.model(*self.train.collate(batch, self.encoder_config.pad_id), targets)
         weights = () if self.class_weights is None else (self.class_weights,)
         losses = self.kind.loss(logits.float(), targets, *weights)  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), self.loss_counts(batch)["loss"])}
@@ -237,12 +237,12 @@ class FinetuningTask:
             return CRF_LR_SCALE
         if parameter_name.startswith("head") or self.tuning.frozen:
             return 1.0
-        depth = self.encoder.layers + 1  # of the embeddings
+        depth = self.encoder_config.layers + 1  # of the embeddings
         if ".layers." in parameter_name:
-            depth = self.encoder.layers - int(parameter_name.split(".")[2])
+            depth = self.encoder_config.layers - int(parameter_name.split(".")[2])
         elif ".final_norm." in parameter_name:
             depth = 1  # as the top layer
-        return self.tuning.layer_decay_for(self.encoder) ** (depth + self.tuning.faithful)
+        return self.tuning.layer_decay_for(self.encoder_config) ** (depth + self.tuning.faithful)
 
     def evaluate(self) -> Metrics:
         """Loss, without class weights, and metrics on the dev split; stores the model if it is the best so far."""
@@ -290,7 +290,7 @@ class FinetuningTask:
         self.model.eval()
         precision = self.master_weights.dtype
         logits = compute_logits(
-            self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder.pad_id, precision
+            self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder_config.pad_id, precision
         )
         self.model.train()
         return Outputs(logits, features, self.examples[split])
@@ -353,7 +353,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
     job = task.job
     return Trainer(
         task,
-        job.tuning.optimizer_config(task.encoder),
+        job.tuning.optimizer_config(task.encoder_config),
         job.tuning.trainer_config(task.steps_per_epoch, job.track),
         Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from electra.data.files import format_and_compression
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.conll import (
@@ -250,7 +249,7 @@ def make_tag_features(examples: Examples, tokenizer: TextTokenizer, max_length: 
     cls, sep = np.array([vocabulary.cls_id]), np.array([vocabulary.sep_id])
     is_continuation = np.array(vocabulary.is_continuation)
     is_continuation |= not is_continuation.any()  # of other tokenizers only the first tokens have targets
-    create_encoder(tokenizer)  # special tokens in texts are text
+    tokenizer.library.encode_special_tokens = True  # special tokens in texts are text
     sentences = split_sentences(examples.texts, examples.text_counts)
     encodings = tokenizer.library.encode_batch([" ".join(words) for words in sentences], add_special_tokens=False)
     pieces: list[NDArray] = []
