@@ -17,10 +17,10 @@ import electra
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import job as job_module
 from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.heads import balanced_class_weights, balanced_positive_weights
 from electra.finetuning.job import FinetuningTask, Job, build_trainer, check_job_converged
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
+from electra.finetuning.models import balanced_class_weights, balanced_positive_weights
 from electra.finetuning.tasks import Examples
 from electra.model.config import BASE, LARGE, SMALL
 from electra.model.encoder import add_noise

@@ -5,7 +5,7 @@ import torch
 from conftest import MODERN, WIDE
 from torch import nn
 
-from electra.finetuning.heads import TaskModel
+from electra.finetuning.models import TaskModel
 from electra.kernels.master_weights import ALIGNMENT, MasterWeights
 from electra.model.config import ElectraConfig
 from electra.model.electra import SHARING, Electra

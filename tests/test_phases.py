@@ -17,7 +17,7 @@ from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
-from electra.finetuning.model import load_pretrained
+from electra.finetuning.storage import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig, read_pretraining_state

@@ -31,7 +31,7 @@ from electra.finetuning.metrics import (
     nan_as_lowest,
     none_to_nan,
 )
-from electra.finetuning.model import build_task_model, load_pretrained, restore_weights, save_finetuned_model
+from electra.finetuning.storage import build_task_model, load_pretrained, restore_weights, save_finetuned_model
 from electra.finetuning.tasks import HUB, Examples, Task
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights

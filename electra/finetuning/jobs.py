@@ -17,7 +17,7 @@ from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
+from electra.finetuning.storage import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import HUB, Task
 from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
 from electra.huggingface.names import get_architecture

@@ -33,7 +33,6 @@ from electra.finetuning.conll import (
     write_tags,
 )
 from electra.finetuning.features import IGNORED, Features, Outputs, padded_length
-from electra.finetuning.heads import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
@@ -43,6 +42,7 @@ from electra.finetuning.metrics import (
     find_entity_spans,
     precision_recall_f1,
 )
+from electra.finetuning.models import ClassWeights, cross_entropy
 from electra.finetuning.readers import Row, class_name_from_cell, sort_labels
 from electra.finetuning.tasks import (
     DEV_FRACTION,
