@@ -364,7 +364,7 @@ def test_phases_of_one_size_are_a_stage(run_config, shards):
     planned = plan_and_check_phases(run_config(phases=phases, layers=4, embedding_width=8), open_shards(shards))
     sizes = [(phase.model.discriminator.layers, phase.model.discriminator.width) for phase in planned]
     assert sizes == [(1, 16), (1, 16), (2, 16), (4, 16), (4, 32)]
-    assert [phase.starts_stage for phase in planned] == [True, False, True, True, True]
+    assert [phase.starts_optimizer for phase in planned] == [True, False, True, True, True]
 
 
 def test_a_generator_that_is_trained_first_may_have_any_width(run_config, shards):
@@ -373,7 +373,7 @@ def test_a_generator_that_is_trained_first_may_have_any_width(run_config, shards
     config = run_config(phases=phases, embedding_width=8, **settings)
     planned = plan_and_check_phases(config, open_shards(shards))
     assert [phase.model.discriminator and phase.model.discriminator.width for phase in planned] == [None, 16, 32]
-    assert [phase.starts_stage for phase in planned] == [True, True, True]
+    assert [phase.starts_optimizer for phase in planned] == [True, True, True]
 
 
 def medium(**settings) -> list:

@@ -197,15 +197,15 @@ def test_metrics_written_after_the_checkpoint_are_replaced(make_trainer):
     assert [line["step"] for line in train_lines(resumed)] == [5, 10, 15, 20]
 
 
-def test_a_branch_restarts_the_budget_and_a_stage_also_the_optimizers(make_trainer):
+def test_a_branch_restarts_the_budget_and_a_new_optimizer_also_its_state(make_trainer):
     trunk = make_trainer(ToyTask(), steps=10, folder="trunk")
     checkpoint = Path(trunk.train().checkpoint)
-    branch, stage = make_trainer(ToyTask(), steps=4, folder="branch"), make_trainer(ToyTask(), steps=4, folder="stage")
+    branch, phase = make_trainer(ToyTask(), steps=4, folder="branch"), make_trainer(ToyTask(), steps=4, folder="phase")
     branch.start_branch(checkpoint)
-    stage.start_stage(checkpoint)
+    phase.continue_with_new_optimizer(checkpoint)
     assert branch.optimizers[0].state
-    assert not stage.optimizers[0].state
-    for trainer in (branch, stage):
+    assert not phase.optimizers[0].state
+    for trainer in (branch, phase):
         assert (trainer.state.step, trainer.budget_fraction_used(), trainer.task.batch_number) == (10, 0.0, 10)
         assert trainer.train().step == 14
 
@@ -238,9 +238,9 @@ def test_a_nonfinite_step_changes_no_weight_and_is_counted(make_trainer):
 
 def test_nonfinite_steps_of_earlier_stages_are_counted(make_trainer):
     checkpoint = Path(make_trainer(ToyTask(nonfinite=(3,)), steps=5).train().checkpoint)
-    stage = make_trainer(ToyTask(nonfinite=(8,)), steps=5, folder="stage")
-    stage.start_stage(checkpoint)
-    assert stage.train().nonfinite_steps == 2
+    phase = make_trainer(ToyTask(nonfinite=(8,)), steps=5, folder="phase")
+    phase.continue_with_new_optimizer(checkpoint)
+    assert phase.train().nonfinite_steps == 2
 
 
 def test_a_training_stops_after_consecutive_nonfinite_steps(make_trainer):

@@ -131,7 +131,7 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         task,
         config.optimizer,
         config.trainer,
-        phase.stage_budget,
+        phase.schedule_budget,
         config.output,
         seed=config.seed,
         cuda_graphs=task.captures_graph,
@@ -139,7 +139,7 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         quiet=not task.world.is_main,
         world=task.world,
         gradients=task.gradients,
-        stop_at=phase.stage_end,
+        stop_at=phase.stop_at,
         settings=asdict(config),
     )
 
@@ -147,10 +147,10 @@ def build_trainer(task: PretrainingTask) -> Trainer:
 def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> None:
     """Continue a phase from its checkpoint, or start it from the last checkpoint of the previous phase."""
     is_previous = read_pretraining_state(checkpoint).phase < task.phase.index
-    if is_previous and task.phase.starts_stage:
+    if is_previous and task.phase.starts_optimizer:
         load_previous_phase_weights(task.whole_model, checkpoint, task.config)
         task.divide_weights()
-        trainer.start_stage(checkpoint)
+        trainer.continue_with_new_optimizer(checkpoint)
     else:
         trainer.resume(checkpoint)
         if is_previous:

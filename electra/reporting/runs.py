@@ -167,7 +167,7 @@ def read_progress(folder: Path, phases: list[Phase]) -> Progress:
     """The progress of a run; raises a DataError if it has no checkpoint."""
     checkpoint = find_model_folder(folder)
     state, index = read_training_state(checkpoint).trainer, read_phase_index(checkpoint, phases)
-    budget = phases[index].stage_budget
+    budget = phases[index].schedule_budget
     fraction = budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
     unfinished = f"{fraction:.0%} of its budget is used" if fraction < 1 else None
     if index + 1 < len(phases):
@@ -177,13 +177,13 @@ def read_progress(folder: Path, phases: list[Phase]) -> Progress:
 
 def phase_end_steps(phases: list[Phase], progress: Progress, metrics_lines: list[dict[str, Any]]) -> list[float]:
     """The last step of each phase, counted back from the end of the run; a trunk is part of the first phase."""
-    state, stage_budget = progress.state, phases[progress.phase].stage_budget
+    state, current = progress.state, phases[progress.phase].schedule_budget
     later = [phases[index + 1 :] for index in range(len(phases))]
-    stages = [phase.stage_budget for phase in phases[progress.phase + 1 :] if phase.starts_stage]
-    if stage_budget.steps is not None:
-        end = max(state.step, state.start_step + sum(budget.steps or 0 for budget in (stage_budget, *stages)))
+    following = [phase.schedule_budget for phase in phases[progress.phase + 1 :] if phase.starts_optimizer]
+    if current.steps is not None:
+        end = max(state.step, state.start_step + sum(budget.steps or 0 for budget in (current, *following)))
         return [end - sum(phase.budget.steps or 0 for phase in rest) for rest in later]
-    budgets = sum(budget.seconds or 0.0 for budget in (stage_budget, *stages))
+    budgets = sum(budget.seconds or 0.0 for budget in (current, *following))
     end_seconds = max(state.seconds, state.start_seconds + budgets)
     seconds = [end_seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in later]
     logged_steps, logged_seconds = logged_steps_and_seconds(metrics_lines)

@@ -120,7 +120,7 @@ class TrainState:
     nonfinite_steps: int = 0
     best_checkpoint: str | None = None  # lowest held-out loss
     best_loss: float | None = None
-    start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
+    start_step: int = 0  # where the budget starts: after 0 in a branch, and where a phase starts a new optimizer
     start_seconds: float = 0.0
 
     def __post_init__(self) -> None:

@@ -126,7 +126,7 @@ class Trainer:
         self.resume(checkpoint)
         self.restart_budget()
 
-    def start_stage(self, checkpoint: Path) -> None:
+    def continue_with_new_optimizer(self, checkpoint: Path) -> None:
         """Continue the data and the step count of a checkpoint with new optimizers and a budget that starts there."""
         state = read_training_state(checkpoint)
         self.task.load_state_dict(state.task)
