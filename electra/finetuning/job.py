@@ -217,7 +217,7 @@ class FinetuningTask:
         self.master_weights.update_half_precision_weights()
         targets = self.train.labels[batch.rows]
         with self.master_weights.autocast():
-            logits = self.master_weights.model(*self.train.collate(batch, self.encoder_config.pad_id), targets)
+            logits = self.master_weights.forward_model(*self.train.collate(batch, self.encoder_config.pad_id), targets)
         weights = () if self.class_weights is None else (self.class_weights,)
         losses = self.kind.loss(logits.float(), targets, *weights)  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), self.loss_counts(batch)["loss"])}

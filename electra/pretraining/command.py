@@ -111,11 +111,11 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
     elif config.init.branch_from is not None:
         trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
-        weights.load_into(task.whole_model)
-        task.divide_weights()
+        weights.load_into(task.unsharded_model)
+        task.shard_weights()
     if source := config.init.branch_from or config.init.model or checkpoint:
         task.gather_weights()
-        task.trains_segments |= has_trained_segments(task.whole_model)
+        task.trains_segments |= has_trained_segments(task.unsharded_model)
         positions = max(encoder.positions for encoder in task.phase.model.encoder_configs().values())
         trained_length = read_trained_length(checkpoint or find_model_folder(source)) or positions
         task.trained_length = max(task.trained_length, trained_length)
@@ -148,8 +148,8 @@ def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: Pretrainin
     """Continue a phase from its checkpoint, or start it from the last checkpoint of the previous phase."""
     is_previous = read_pretraining_state(checkpoint).phase < task.phase.index
     if is_previous and task.phase.starts_optimizer:
-        load_previous_phase_weights(task.whole_model, checkpoint, task.config)
-        task.divide_weights()
+        load_previous_phase_weights(task.unsharded_model, checkpoint, task.config)
+        task.shard_weights()
         trainer.continue_with_new_optimizer(checkpoint)
     else:
         trainer.resume(checkpoint)

@@ -31,7 +31,7 @@ from electra.runfolder import (
     write_checksums,
     write_json,
 )
-from electra.training.distributed import divide_like, gather_shards
+from electra.training.distributed import shard_like, gather_shards
 from electra.training.logging import METRICS
 
 try:
@@ -174,7 +174,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> 
         for name, parameter in model.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise DataError(f"{folder / WEIGHTS} does not fit the model: {name} is missing or has another shape")
-            parameter.copy_(divide_like(weights[name], parameter))
+            parameter.copy_(shard_like(weights[name], parameter))
 
 
 def optimizer_state_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def load_optimizer_states(
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         loaded = {
-            index: {key: divide_like(value, parameter) for key, value in states.pop(names[id(parameter)]).items()}
+            index: {key: shard_like(value, parameter) for key, value in states.pop(names[id(parameter)]).items()}
             for index, parameter in enumerate(parameters)
             if names[id(parameter)] in states
         }
