@@ -53,8 +53,7 @@ from electra.runfolder import (
 )
 from electra.training.config import Budget, HardwareConfig, TrackerName
 from electra.training.hardware import choose_device, choose_dtype
-from electra.training.logging import METRICS as METRICS_FILE
-from electra.training.logging import check_not_diverged, check_tracker, read_metrics
+from electra.training.logging import METRICS_FILE, check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
 BEST, BEST_EPOCH = "best-epoch-", "best_epoch.json"  # folder of a model, and its metric

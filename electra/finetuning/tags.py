@@ -58,7 +58,7 @@ from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 ENTITY_SCORES = ENTITY_METRICS[:3]
-TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
+TABLE_FORMATS = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
 CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known, or are those of no training row
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
@@ -76,10 +76,12 @@ SPLIT_FILES = {
 def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
     """Stream the sentences of a file: a table with lists, or CoNLL columns; raises if there are none."""
     format, _ = format_and_compression(path)
-    if format in TABLES:
+    if format in TABLE_FORMATS:
         return readers.read_rows(path, columns=columns, skip_malformed=skip_malformed)
     if format in (".csv", ".json"):
-        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
+        raise ConfigError(
+            f"{path} has no tags; sentences are in {', '.join(TABLE_FORMATS)}, or in CoNLL columns (.conll)"
+        )
     return read_conll(path)
 
 

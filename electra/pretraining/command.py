@@ -35,7 +35,7 @@ from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_sto
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World, join_ranks
 from electra.training.hardware import should_compile
-from electra.training.logging import METRICS, TrainResult, check_not_diverged, check_tracker, read_metrics
+from electra.training.logging import METRICS_FILE, TrainResult, check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
 
@@ -94,7 +94,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, wo
             break
     if not world.is_main:
         return result
-    metrics = read_metrics(config.output / METRICS)
+    metrics = read_metrics(config.output / METRICS_FILE)
     plot_pretraining_curves(config.output, metrics, config.objective.loss_weights())
     if result.signal:
         return result

@@ -25,7 +25,7 @@ from electra.pretraining.held_out import held_out_loader_config, max_held_out_ro
 from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
 from electra.pretraining.recipes import recipe_settings
 from electra.training.checkpoint import TrainState, find_model_folder, read_training_state
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS_FILE, read_metrics
 
 LOWER_IS_BETTER = ("loss",)  # suffixes of metrics
 HIGHER_IS_BETTER = ("accuracy", "precision", "recall", "auc")
@@ -91,13 +91,13 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
     last = phases[-1].config
     progress = read_progress(folder, phases)
     state = progress.state
-    metrics_lines = [line for line in read_metrics(folder / METRICS) if line["step"] <= state.step]
+    metrics_lines = [line for line in read_metrics(folder / METRICS_FILE) if line["step"] <= state.step]
     ends = phase_end_steps(phases, progress, metrics_lines)
     evaluations = parse_evaluations(metrics_lines, phases, ends)
     if not evaluations and progress.unfinished is not None:
         raise DataError(f"it was not evaluated yet at step {state.step:,}; --evaluate-every sets how often it is")
     if not evaluations or (evaluations[-1].step != state.step and progress.unfinished is None):
-        raise DataError(f"{METRICS} has no evaluation at the last step, {state.step:,}")
+        raise DataError(f"{METRICS_FILE} has no evaluation at the last step, {state.step:,}")
     last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
     return Run(
         folder=str(folder),
@@ -126,10 +126,10 @@ def read_run_config(folder: Path) -> PretrainConfig:
         raise DataError("a file, not a run folder" if folder.exists() else "no such folder")
     if is_finetuning_output(folder):
         raise DataError("a fine-tuning, not a run of electra pretrain; pass GLUE scores with --glue")
-    if not (folder / METRICS).is_file():
-        has_runs = any(folder.glob(f"*/{METRICS}"))
+    if not (folder / METRICS_FILE).is_file():
+        has_runs = any(folder.glob(f"*/{METRICS_FILE}"))
         raise DataError(
-            f"not a run; name the runs in it: {folder}/*" if has_runs else f"not a run: it has no {METRICS}"
+            f"not a run; name the runs in it: {folder}/*" if has_runs else f"not a run: it has no {METRICS_FILE}"
         )
     return config_from_flat_values(PretrainConfig, read_run_record(folder).pretraining)
 

@@ -31,8 +31,8 @@ from electra.runfolder import (
     write_checksums,
     write_json,
 )
-from electra.training.distributed import shard_like, gather_shards
-from electra.training.logging import METRICS
+from electra.training.distributed import gather_shards, shard_like
+from electra.training.logging import METRICS_FILE
 
 try:
     import fcntl
@@ -64,7 +64,7 @@ def find_model_folder(run_or_model: Path) -> Path:
     while checkpoints := checkpoint_folders(run_or_model):
         if keep_checkpoint(checkpoints[-1]):
             return checkpoints[-1]
-    if (run_or_model / METRICS).exists():
+    if (run_or_model / METRICS_FILE).exists():
         raise DataError(
             f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
         )
@@ -215,9 +215,9 @@ def check_own_folder(folder: Path, model: str) -> None:
     """Raise a DataError if a training's folder has files and neither a checkpoint nor its `model`: they are others'."""
     if not folder.exists() or checkpoint_folders(folder) or (folder / model / CHECKSUMS).exists():
         return
-    metrics = folder / METRICS
+    metrics = folder / METRICS_FILE
     is_log = metrics.is_file() and read_bounded(metrics)[:5] in (b"", b'{"kin')  # killed before its first checkpoint
-    others = {path.name for path in folder.iterdir()} - {CHECKPOINTS, METRICS if is_log else CHECKPOINTS}
+    others = {path.name for path in folder.iterdir()} - {CHECKPOINTS, METRICS_FILE if is_log else CHECKPOINTS}
     if others:
         raise DataError(f"{folder} has files of others ({min(others)}); move them away or choose another --output")
 
