@@ -50,7 +50,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, context: ObjectiveC
     hidden, losses = detect_replaced(electra, corrupted, batch)
     loss = sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)
     auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
-    return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
+    return generator_losses(predictions, masked) | {"discriminator": loss} | auxiliary
 
 
 def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -63,7 +63,7 @@ def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Los
     at_masked = losses.gather(1, masked.positions)  # [B, M]
     loss = sum_token_losses(at_masked, masked.weights, context.objective.discriminator_weight)
     auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
-    return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
+    return generator_losses(predictions, masked) | {"discriminator": loss} | auxiliary
 
 
 def replace_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -73,7 +73,7 @@ def replace_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Lo
     corrupted = corrupt(batch.input_ids, masked, sample(predictions, masked, batch, context))
     model = electra.require_mlm()
     restored = model(corrupted.input_ids, **batch.encoder_inputs(), positions=masked.positions)  # p(original)
-    return generator_loss(predictions, masked) | {"replace_mlm": mlm_loss(restored, masked)}
+    return generator_losses(predictions, masked) | {"replace_mlm": mlm_loss(restored, masked)}
 
 
 def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -84,7 +84,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) ->
     model = electra.require_copy_mlm()
     hidden = model.encoder(corrupted.input_ids, **batch.encoder_inputs())  # [B, L, D]
     log_likelihood = model.log_likelihood(hidden, corrupted.input_ids, labels=batch.input_ids)  # [B, L]
-    return generator_loss(predictions, masked) | {
+    return generator_losses(predictions, masked) | {
         "all_tokens_mlm": sum_token_losses(-log_likelihood, token_weights(batch))
     }
 
@@ -92,7 +92,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) ->
 def masked_language_modeling(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
     """BERT without next-sentence prediction: the generator alone."""
     masked = context.mask(batch)
-    return generator_loss(predict_masked(electra, masked, batch, context), masked)
+    return generator_losses(predict_masked(electra, masked, batch, context), masked)
 
 
 def adversarial(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -142,7 +142,7 @@ class Objective:
     """An objective and the models it needs."""
 
     losses: Callable[[Electra, Batch, ObjectiveContext], Losses]
-    positions: dict[str, LossPositions]  # of the predictions that each loss is over, by its name in `losses`
+    loss_positions: dict[str, LossPositions]  # of the predictions that each loss is over, by its name in `losses`
     head: Head | None  # of the discriminator; None: no discriminator
     needs_generator: bool = False  # uniform or unigram replacements are not possible
     has_baseline: bool = False
@@ -150,7 +150,7 @@ class Objective:
 
     def count_predictions(self, batch: Batch, context: ObjectiveContext) -> Counts:
         """The number of predictions of each loss, before the losses are computed."""
-        all_positions = dict(self.positions)
+        all_positions = dict(self.loss_positions)
         if self.head == "rtd":
             all_positions |= {head: AUXILIARY_POSITIONS[head] for head in context.objective.auxiliary_heads()}
         counts: dict[LossPositions, Callable[[], Tensor]] = {
@@ -247,7 +247,7 @@ def first_document_weights(masked: Masked, batch: Batch) -> Tensor:
     return masked.weights * is_first
 
 
-def generator_loss(predictions: TokenPredictions | None, masked: Masked) -> Losses:
+def generator_losses(predictions: TokenPredictions | None, masked: Masked) -> Losses:
     """L_MLM of the generator, if there is one."""
     return {} if predictions is None else {"generator": mlm_loss(predictions, masked)}
 
