@@ -273,12 +273,14 @@ class Shards:
 
     @cached_property
     def files(self) -> list[ShardFile]:
-        """All shards, memory-mapped; raises if one is missing, truncated or another than the index says."""
+        """All shards, memory-mapped; raises if one is missing or damaged."""
         raise_open_file_limit(len(self.index.shards))
-        files = [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
-        for file, shard in zip(files, self.index.shards, strict=True):
+        return [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
+
+    def check_files(self) -> None:
+        """Raise if a shard is missing, truncated or another than the index says."""
+        for file, shard in zip(self.files, self.index.shards, strict=True):
             file.check_entry(shard)
-        return files
 
     def arrays(self, split: Split, name: Literal["tokens", "ends"]) -> list[ShardArray]:
         """An array of each shard."""
@@ -320,7 +322,7 @@ def open_shards(folder: Path) -> Shards:
             "--output shards/"
         )
     shards = Shards(folder, read_index(folder))
-    assert shards.files is not None
+    shards.check_files()
     return shards
 
 
