@@ -89,7 +89,7 @@ def test_an_overlong_word_is_encoded_in_parts(monkeypatch):
 def test_words_with_unknown_pieces_are_counted():
     fast = lowercase_tokenizer()
     fast.encode(["щука, щука cat 漢字 щ".encode(), "[щука]".encode()])
-    assert fast.uncovered == {"щука": 3, "漢": 1, "щ": 1}
+    assert fast.unk_words == {"щука": 3, "漢": 1, "щ": 1}
 
 
 def test_a_document_ends_with_sep_and_is_empty_without_tokens():

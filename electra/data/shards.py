@@ -163,7 +163,7 @@ class ShardFile:
         start = 8 + int.from_bytes(content[:8], "little")
         try:
             header = msgspec.json.decode(content[8:start], type=dict[str, msgspec.Raw])
-            self.facts = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])["facts"]
+            self.info = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])["facts"]  # JSON
             entries = {key: msgspec.json.decode(entry, type=ArrayEntry) for key, entry in header.items()}
             self.offsets = {key: entry.data_offsets[0] for key, entry in entries.items()}
             self.arrays = {
@@ -193,7 +193,7 @@ class ShardFile:
             for count, array in (("documents", "ends"), ("tokens", "tokens"))
         }
         fixed = {"name": self.path.name, "bytes": len(self.content), "checksum": self.checksum()}
-        return msgspec.convert(fixed | counts | json.loads(self.facts), ShardInfo)
+        return msgspec.convert(fixed | counts | json.loads(self.info), ShardInfo)
 
     def check_entry(self, entry: ShardInfo) -> None:
         """Raise if this is not the shard of an index entry."""

@@ -50,7 +50,7 @@ class LibraryTokenizer:
         self.unk_id = vocabulary.unk_id
         self.typecode = "H" if vocabulary.size <= 1 << 16 else "I"  # of `array`: uint16 if the ids fit, else uint32
         self.separator = self.to_bytes([vocabulary.sep_id])
-        self.uncovered: Counter[str] = Counter()  # words that contain [UNK]
+        self.unk_words: Counter[str] = Counter()  # words that contain [UNK]
 
     def encode(self, documents: list[bytes]) -> list[bytes]:
         """The ids of each document followed by [SEP]; empty for a document without tokens."""
@@ -109,17 +109,17 @@ class WordCache(dict[bytes, bytes]):
     def __init__(self, tokenizer: CachedWordPieceTokenizer):
         super().__init__()
         self.tokenizer = tokenizer
-        self.uncovered: dict[bytes, bytes] = {}
+        self.unk_cache: dict[bytes, bytes] = {}
 
     def __missing__(self, word: bytes) -> bytes:
-        ids = self.uncovered.get(word)
+        ids = self.unk_cache.get(word)
         if ids is None:
             ids = self.tokenizer.encode_word(word)
             if self.tokenizer.unk_id not in array(self.tokenizer.typecode, ids):
                 self.store(self, word, ids)
                 return ids
-            self.store(self.uncovered, word, ids)
-        self.tokenizer.uncovered[word.decode()] += 1
+            self.store(self.unk_cache, word, ids)
+        self.tokenizer.unk_words[word.decode()] += 1
         return ids
 
     def store(self, cache: dict[bytes, bytes], word: bytes, ids: bytes) -> None:

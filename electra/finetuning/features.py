@@ -198,7 +198,7 @@ def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     fast = cached_tokenizer(tokenizer)
     dtype = np.dtype(fast.typecode)
     ids = [np.frombuffer(ids, dtype)[:-1] for ids in fast.encode([text.encode() for text in texts])]
-    fast.uncovered.clear()  # would grow with a file
+    fast.unk_words.clear()  # would grow with a file
     return ids
 
 
