@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.objectives.losses import Counts, Loss, Losses, sum_token_losses
 from electra.objectives.masking import Masked, count_masked, mask
-from electra.random import Purpose, RowRandomness, sample_from_frequencies
+from electra.random import Purpose, sample_from_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +197,11 @@ def predict_masked(
 
 def sample(predictions: TokenPredictions | None, masked: Masked, batch: Batch, context: ObjectiveContext) -> Tensor:
     """x̂ ~ p_G, a replacement for each masked token [B, M]."""
-    config, rows = context.objective, RowRandomness(context.seed, batch.step, batch.row_ids)
+    config, row_keys = context.objective, partial(batch.random_keys, context.seed)
     if predictions is None:
         assert context.frequencies is not None
-        return sample_from_frequencies(context.frequencies, rows.keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
-    return predictions.sample(masked.labels, masked.weights, rows, config.temperature, config.disallow_correct)
+        return sample_from_frequencies(context.frequencies, row_keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
+    return predictions.sample(masked.labels, masked.weights, row_keys, config.temperature, config.disallow_correct)
 
 
 def corrupt(
