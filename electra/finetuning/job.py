@@ -19,7 +19,6 @@ from electra.finetuning.features import (
     RowBatch,
     compute_logits,
     epoch_batches,
-    read_logits,
     write_logits,
 )
 from electra.finetuning.kinds import KINDS, load_features, make_class_weights, read_examples
@@ -118,10 +117,6 @@ class Job:
     def is_finished(self) -> bool:
         return (self.folder / RESULT).exists()
 
-    def read_logits(self) -> dict[str, NDArray]:
-        """The logits of a finished job by split, without the training split."""
-        return read_logits(self.folder)
-
     @property
     def length(self) -> int:
         """Maximum length in tokens."""
@@ -143,11 +138,18 @@ class Job:
         if not self.is_finished():
             with make_folder_removed_if_empty(self.folder):
                 train_job(self, quiet)
+        self.remove_checkpoints()
+        return self.read_result()
+
+    def read_result(self) -> JobResult:
+        return read_job_result(self.folder / RESULT)
+
+    def remove_checkpoints(self) -> None:
+        """Remove what a finished job no longer needs."""
         for folder in (*checkpoint_folders(self.folder), *best_epoch_folders(self.folder)):
             remove_written_folder(folder)
         with suppress(OSError):  # missing, or not empty
             (self.folder / CHECKPOINTS).rmdir()
-        return read_job_result(self.folder / RESULT)
 
 
 class FinetuningTask:
@@ -268,8 +270,7 @@ class FinetuningTask:
 
     def restore_best_epoch(self) -> None:
         """Load the weights of the best epoch."""
-        folder = best_epoch_folders(self.job.folder)[-1]
-        restore_weights(self.model, folder)
+        restore_weights(self.model, best_epoch_folders(self.job.folder)[-1])
 
     def should_stop(self) -> bool:
         """Whether the last epochs were no better than an earlier one (--early-stopping)."""
