@@ -163,11 +163,6 @@ def test_contradictory_settings_are_reported(run_config, shards, settings, messa
         plan_and_check_phases(run_config(**settings), open_shards(shards))
 
 
-def test_two_stage_training_allows_another_dropout_in_the_generator(run_config, shards):
-    phases = plan_and_check_phases(run_config(**TWO_STAGE, generator_dropout=0.1), open_shards(shards))
-    assert phases[1].model.generator.dropout == 0.1
-
-
 def test_contradictory_flags_end_with_one_sentence_and_no_run(shards, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(f"pretrain --data {shards} --output {tmp_path}/run --steps 80 {SMALL} --phases colour=blue".split())
@@ -509,11 +504,11 @@ def test_modern_pairs_continue_with_every_objective(run_config):
 
 
 def test_a_phase_may_set_dropout_and_packing(run_config, shards):
-    phases = ("fraction=0.5", "dropout=0.1,generator-dropout=0.05,packing=segment-pairs")
+    phases = ("fraction=0.5", "dropout=0.1,packing=segment-pairs")
     config = run_config(phases=phases, steps=4, dropout=0.0)
     first, second = plan_and_check_phases(config, open_shards(shards))
     assert [phase.model.discriminator.dropout for phase in (first, second)] == [0.0, 0.1]
-    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.05]
+    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.1]
     pretrain(config)
     weights = checkpoint_weights(config, 4)
     table = next(value for name, value in weights.items() if name.endswith("segment.weight"))

@@ -172,7 +172,6 @@ class FinetuningTask:
             frozen=self.tuning.frozen_config(),
         )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
-        model.encoder.embedding_noise = self.tuning.embedding_noise
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
         self.examples = {split: read_examples(self.task, split) for split in available_splits(self.task)}

@@ -34,7 +34,6 @@ PHASE_SETTINGS = (
     "temperature",
     "packing",
     "dropout",
-    "generator_dropout",
 )
 ENCODER_SIZES = ("width", "layers")  # of the discriminator, which a later phase may widen and stack
 SCHEDULE_SETTINGS = ("schedule", "warmup", "decay_fraction")
@@ -194,8 +193,7 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
         encoder.check_length(max(config.loader.length for config in configs))
     return [
         model_config_for_objective(
-            with_phase_size(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
-            config.objective,
+            with_phase_size(pair, config.model).with_dropout(config.model.dropout), config.objective
         )
         for config in configs
     ]
