@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import (
@@ -225,12 +224,6 @@ class FinetuningTask:
     def loss_counts(self, batch: RowBatch) -> Counts:
         return {"loss": (batch.weights * self.kind.num_terms(self.train.labels[batch.rows])).sum()}
 
-    def backward(self, loss: Tensor) -> None:
-        self.master_weights.backward(loss)
-
-    def discard_gradients(self) -> None:
-        self.master_weights.discard_gradients()
-
     def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
         if parameter_name.startswith("head.crf"):
@@ -360,7 +353,6 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         cuda_graphs=task.device.type == "cuda"
         and job.hardware.compile != "off"
         and not job.tuning.bilstm,  # cuDNN's LSTMs are not tried in graphs
-        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
         settings=job.describe_settings(),
     )

@@ -135,7 +135,6 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         config.output,
         seed=config.seed,
         cuda_graphs=task.captures_graph,
-        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=not task.world.is_main,
         world=task.world,
         gradients=task.gradients,

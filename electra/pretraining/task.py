@@ -122,12 +122,6 @@ class PretrainingTask:
         losses = self.compute_losses(model, batch, self.context)
         return {name: (loss.sum, loss.count, loss.weight) for name, loss in losses.items()}
 
-    def backward(self, loss: Tensor) -> None:
-        self.master_weights.backward(loss)
-
-    def discard_gradients(self) -> None:
-        self.master_weights.discard_gradients()
-
     def loss_counts(self, batch: Batch) -> Counts:
         return self.objective.count_predictions(batch, self.context)
 
