@@ -41,10 +41,10 @@ from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.features import IGNORED, NO_LOGIT, Features, Outputs, compute_logits
 from electra.finetuning.glue import GLUE_6
-from electra.finetuning.heads import is_context_or_cls
 from electra.finetuning.job import EVALUATION_BATCH_SIZE
 from electra.finetuning.kinds import KINDS, compute_metrics, define_task, read_examples, with_targets
 from electra.finetuning.metrics import METRICS, median, standard_deviation
+from electra.finetuning.models import is_context_or_cls
 from electra.finetuning.question_answering import make_windows
 from electra.finetuning.tags import compute_tag_metrics, split_sentences
 from electra.finetuning.tasks import Examples, Task, stack_labels

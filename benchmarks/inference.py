@@ -33,9 +33,9 @@ from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.finetuning.config import PredictConfig, TaskConfig
 from electra.finetuning.kinds import define_task
-from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
 from electra.finetuning.predict import predict
 from electra.finetuning.readers import read_rows
+from electra.finetuning.storage import build_task_model, load_pretrained, save_finetuned_model
 from electra.serving.config import EmbedConfig
 from electra.serving.embed import embed
 

@@ -25,7 +25,7 @@ from electra.model.flops import training_flops_per_row
 from electra.objectives.config import MaskingConfig
 from electra.objectives.masking import max_masked
 from electra.training.muon import NEWTON_SCHULZ_STEPS
-from electra.training.optimizer import split_matrices_tables_vectors
+from electra.training.optimizer import split_parameters
 
 BYTES = 4  # of a gradient
 TFLOPS = {"small": 185.0, "base": 431.0, "large": 464.0}  # of one H200, docs/results.md, without dropout
@@ -50,7 +50,7 @@ def model_step(arguments: argparse.Namespace, gpus: int) -> dict[str, float]:
     flops = training_flops_per_row(pair, arguments.length, masked, is_generator_frozen=False)
     with torch.device("meta"):
         model = Electra(pair)
-    matrices, _, _ = split_matrices_tables_vectors(model)
+    matrices, _, _ = split_parameters(model)
     rate = 1e12 * (arguments.tflops or TFLOPS[arguments.size])
     links = arguments.per_node, 1e9 * arguments.nvlink, 1e9 * arguments.network
     num_bytes = BYTES * sum(parameter.numel() for parameter in model.parameters())

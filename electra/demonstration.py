@@ -43,7 +43,7 @@ from electra.serving.comparison import (
 from electra.serving.config import DemoConfig
 from electra.serving.inference import Model, load_text_model
 from electra.training.checkpoint import has_packaged_model
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS_FILE, read_metrics
 
 PICTURE = "demo.png"
 BLANK = re.compile(r"\n\s*\n")  # between paragraphs
@@ -275,7 +275,7 @@ def mark_replaced_word(model: Model, text: str) -> str:
 
 def draw_picture(path: Path, model: Model, run: Path, comparisons: list[BaselineComparison], texts: list[str]) -> None:
     """Draw held-out AUC and loss by step beside their baselines, and texts with the probability of each token."""
-    lines = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
+    lines = [line for line in read_metrics(run / METRICS_FILE) if line["kind"] == "validation"]
     curves = {}
     for each, metric in zip(comparisons[-2:], (RANDOM_AUC, "mlm_loss"), strict=True):
         start = [] if each.before is None else [(0, each.before)]

@@ -5,7 +5,6 @@ counter-based hash in int64 arithmetic below 2^63, so its bits are the same on e
 noise may differ in the last bit of its logarithms.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
 
@@ -39,7 +38,7 @@ def hash_uint32(value: Number) -> Number:
 
 
 def row_keys(seed: int, step: Tensor, row_ids: Tensor, purpose: Purpose) -> Tensor:
-    """Two 32-bit keys [B, 2] for each of `row_ids` [B]."""
+    """Two 32-bit keys [B, 2] for each of `row_ids` [B]; `step` is [] or [B]."""
     keys = []
     for number in range(2):
         key = hash_uint32(hash_uint32(2 * int(purpose) + number + 1) + (seed & LOW_BITS) & LOW_BITS)
@@ -47,19 +46,6 @@ def row_keys(seed: int, step: Tensor, row_ids: Tensor, purpose: Purpose) -> Tens
         step_key = hash_uint32(hash_uint32(key + (step & LOW_BITS) & LOW_BITS) + (step >> BITS & LOW_BITS) & LOW_BITS)
         keys.append(hash_uint32(step_key + (row_ids & LOW_BITS) & LOW_BITS))
     return torch.stack(keys, dim=-1)
-
-
-@dataclass(frozen=True)
-class RowRandomness:
-    """The source of random numbers for the rows of a batch."""
-
-    seed: int
-    step: Tensor  # [] or [B]
-    row_ids: Tensor  # [B]
-
-    def keys(self, purpose: Purpose) -> Tensor:
-        """[B, 2]"""
-        return row_keys(self.seed, self.step, self.row_ids, purpose)
 
 
 def random_bits(keys: Tensor, count: int) -> Tensor:

@@ -19,7 +19,7 @@ import electra
 from electra.config import flat_values
 from electra.model.storage import WEIGHTS
 from electra.runfolder import checkpoint_folders, dump_json
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS_FILE, read_metrics
 
 CONTEXT = multiprocessing.get_context("fork")
 SECONDS = 120  # in which ranks end, also on a busy machine
@@ -98,7 +98,11 @@ def losses(run: Path, kinds: Collection[str]) -> list[float]:
     """All losses in the metrics of a run."""
     names = ("loss", "generator", "discriminator", "mlm_loss", "rtd_loss", "unigram_rtd_loss", "gradient_norm")
     return [
-        line[name] for line in read_metrics(run / METRICS) if line["kind"] in kinds for name in names if name in line
+        line[name]
+        for line in read_metrics(run / METRICS_FILE)
+        if line["kind"] in kinds
+        for name in names
+        if name in line
     ]
 
 

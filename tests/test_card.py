@@ -15,7 +15,7 @@ import electra
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.job import read_job_result
 from electra.finetuning.kinds import KINDS, define_task
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.pretraining.command import pretrain
 from electra.runfolder import read_json, write_stored
 

@@ -20,10 +20,10 @@ from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, compute_logits, epoch_batches, make_features
-from electra.finetuning.heads import ChoiceModel
 from electra.finetuning.kinds import define_task, read_examples
-from electra.finetuning.model import load_pretrained
+from electra.finetuning.models import ChoiceModel
 from electra.finetuning.predict import Predictor
+from electra.finetuning.storage import load_pretrained
 
 CONTEXT = "--text context --text-b question"
 

@@ -12,7 +12,7 @@ import electra
 from electra.errors import ConfigError
 from electra.finetuning.config import FrozenConfig, TuningConfig
 from electra.finetuning.frozen import BiLSTM
-from electra.finetuning.model import build_task_model, load_pretrained
+from electra.finetuning.storage import build_task_model, load_pretrained
 
 QUICK = {"epochs": 12, "batch_size": 16, "learning_rate": 2e-2, "length": 32, "device": "cpu"}
 

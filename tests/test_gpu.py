@@ -527,7 +527,7 @@ def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tm
         folder=tmp_path / "seed-1",
     )
     finetuning = FinetuningTask(job)
-    optimizer, settings = job.tuning.optimizer_config(finetuning.encoder), TrainerConfig(max_nonfinite_steps=2)
+    optimizer, settings = job.tuning.optimizer_config(finetuning.encoder_config), TrainerConfig(max_nonfinite_steps=2)
     trainer = Trainer(
         finetuning, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True
     )

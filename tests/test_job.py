@@ -17,13 +17,12 @@ import electra
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import job as job_module
 from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.heads import balanced_class_weights, balanced_positive_weights
 from electra.finetuning.job import FinetuningTask, Job, build_trainer, check_job_converged
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
+from electra.finetuning.models import balanced_class_weights, balanced_positive_weights
 from electra.finetuning.tasks import Examples
 from electra.model.config import BASE, LARGE, SMALL
-from electra.model.encoder import add_noise
 from electra.model.storage import WEIGHTS, read_tensors
 from electra.training.config import Budget, HardwareConfig
 from electra.training.trainer import Trainer
@@ -80,7 +79,7 @@ def test_ten_updates_equal_a_plain_loop(make_job):
     """AdamW with layer-wise learning rates, warm-up and gradient clipping."""
     job = make_job(rows=43, batch_size=4, epochs=2, dropout=0.0, seed=3)  # 39 training rows: one batch is incomplete
     task, plain = FinetuningTask(job), FinetuningTask(job)
-    optimizer_config, trainer_config = job.tuning.optimizer_config(task.encoder), job.tuning.trainer_config(10)
+    optimizer_config, trainer_config = job.tuning.optimizer_config(task.encoder_config), job.tuning.trainer_config(10)
     job.folder.mkdir()
     Trainer(task, optimizer_config, trainer_config, Budget(steps=10), job.folder, seed=3, quiet=True).train()
 
@@ -106,39 +105,6 @@ def test_ten_updates_equal_a_plain_loop(make_job):
     assert any(not torch.equal(a, b) for a, b in zip(task.model.parameters(), initial.parameters(), strict=True))
     for (name, ours), theirs in zip(task.model.named_parameters(), plain.model.parameters(), strict=True):
         assert (ours - theirs).abs().max() < 1e-5, name
-
-
-def weights_after_two_steps(job: Job) -> torch.Tensor:
-    task = FinetuningTask(job)
-    trainer = build_trainer(task, quiet=True)
-    trainer.run_step = trainer.build_step()
-    trainer.step()
-    trainer.step()
-    return torch.nn.utils.parameters_to_vector(task.model.parameters()).detach()
-
-
-def test_embedding_noise_changes_training_and_is_repeatable(make_job):
-    noisy, repeated = (weights_after_two_steps(make_job(rows=40, dropout=0.0, embedding_noise=5.0)) for _ in range(2))
-    assert torch.equal(noisy, repeated)
-    assert not torch.equal(noisy, weights_after_two_steps(make_job(rows=40, dropout=0.0)))
-
-
-def test_noise_is_uniform_between_its_bounds():
-    noise, limit = add_noise(torch.zeros(64, 20, 10), alpha=5.0), 5.0 / 200**0.5
-    assert noise.abs().max() <= limit
-    assert noise.std().item() == pytest.approx(limit / 3**0.5, rel=0.02)
-
-
-def test_evaluation_has_no_embedding_noise(make_job):
-    task, ids = FinetuningTask(make_job(rows=40, dropout=0.0, embedding_noise=5.0)), torch.full((2, 8), 7)
-    encoder = task.model.encoder
-    assert not torch.equal(encoder.train().embed(ids, None), encoder.embed(ids, None))
-    assert torch.equal(encoder.eval().embed(ids, None), encoder.embed(ids, None))
-
-
-def test_embedding_noise_needs_an_encoder_that_is_trained():
-    with pytest.raises(ConfigError, match="--embedding-noise is for an encoder that is trained"):
-        TuningConfig(embedding_noise=5.0, frozen=True)
 
 
 @pytest.mark.parametrize(("is_faithful", "top", "bottom"), [(False, 0.8, 0.8**3), (True, 0.8**2, 0.8**4)])

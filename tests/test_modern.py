@@ -13,10 +13,10 @@ from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
 from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.heads import TaskModel, mean_pool
 from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.kinds import define_task
-from electra.finetuning.model import (
+from electra.finetuning.models import TaskModel, mean_pool
+from electra.finetuning.storage import (
     build_task_model,
     load_finetuned_model,
     load_pretrained,

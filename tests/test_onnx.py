@@ -23,9 +23,9 @@ from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import load_export_source
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.heads import ChoiceModel, JointSpanModel, SpanModel, TagModel, TaskModel
 from electra.finetuning.kinds import KINDS, define_task
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.models import ChoiceModel, JointSpanModel, SpanModel, TagModel, TaskModel
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model

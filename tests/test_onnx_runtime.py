@@ -13,7 +13,7 @@ import electra
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model

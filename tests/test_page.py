@@ -31,7 +31,7 @@ from electra.exporting.page import read_examples, write_page
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import encode_texts
 from electra.finetuning.kinds import KINDS, define_task
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.model.vocabulary_map import compute_map
 from electra.onnx.verify import OnnxFile
 from electra.runfolder import CHECKSUMS

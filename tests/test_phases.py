@@ -17,7 +17,7 @@ from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
-from electra.finetuning.model import load_pretrained
+from electra.finetuning.storage import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig, read_pretraining_state
@@ -161,11 +161,6 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
 def test_contradictory_settings_are_reported(run_config, shards, settings, message):
     with pytest.raises(ConfigError, match=message):
         plan_and_check_phases(run_config(**settings), open_shards(shards))
-
-
-def test_two_stage_training_allows_another_dropout_in_the_generator(run_config, shards):
-    phases = plan_and_check_phases(run_config(**TWO_STAGE, generator_dropout=0.1), open_shards(shards))
-    assert phases[1].model.generator.dropout == 0.1
 
 
 def test_contradictory_flags_end_with_one_sentence_and_no_run(shards, tmp_path, capsys):
@@ -364,7 +359,7 @@ def test_phases_of_one_size_are_a_stage(run_config, shards):
     planned = plan_and_check_phases(run_config(phases=phases, layers=4, embedding_width=8), open_shards(shards))
     sizes = [(phase.model.discriminator.layers, phase.model.discriminator.width) for phase in planned]
     assert sizes == [(1, 16), (1, 16), (2, 16), (4, 16), (4, 32)]
-    assert [phase.starts_stage for phase in planned] == [True, False, True, True, True]
+    assert [phase.starts_optimizer for phase in planned] == [True, False, True, True, True]
 
 
 def test_a_generator_that_is_trained_first_may_have_any_width(run_config, shards):
@@ -373,7 +368,7 @@ def test_a_generator_that_is_trained_first_may_have_any_width(run_config, shards
     config = run_config(phases=phases, embedding_width=8, **settings)
     planned = plan_and_check_phases(config, open_shards(shards))
     assert [phase.model.discriminator and phase.model.discriminator.width for phase in planned] == [None, 16, 32]
-    assert [phase.starts_stage for phase in planned] == [True, True, True]
+    assert [phase.starts_optimizer for phase in planned] == [True, True, True]
 
 
 def medium(**settings) -> list:
@@ -509,11 +504,11 @@ def test_modern_pairs_continue_with_every_objective(run_config):
 
 
 def test_a_phase_may_set_dropout_and_packing(run_config, shards):
-    phases = ("fraction=0.5", "dropout=0.1,generator-dropout=0.05,packing=segment-pairs")
+    phases = ("fraction=0.5", "dropout=0.1,packing=segment-pairs")
     config = run_config(phases=phases, steps=4, dropout=0.0)
     first, second = plan_and_check_phases(config, open_shards(shards))
     assert [phase.model.discriminator.dropout for phase in (first, second)] == [0.0, 0.1]
-    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.05]
+    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.1]
     pretrain(config)
     weights = checkpoint_weights(config, 4)
     table = next(value for name, value in weights.items() if name.endswith("segment.weight"))

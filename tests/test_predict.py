@@ -21,11 +21,11 @@ from electra.errors import ConfigError, DataError
 from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
-from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import define_task
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.models import TaskModel
 from electra.finetuning.predict import Predictor, evaluate, predict
 from electra.finetuning.readers import Row
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.finetuning.tasks import MAX_CHUNK_CHARACTERS, take_chunk
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import CHECKSUMS, lock_file

@@ -21,10 +21,9 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.command import check_other_splits
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
-from electra.finetuning.heads import JointSpanModel, SpanModel, choose_beam, search_spans
 from electra.finetuning.kinds import KINDS, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.models import JointSpanModel, SpanModel, choose_beam, search_spans
 from electra.finetuning.predict import Predictor
 from electra.finetuning.question_answering import (
     MAX_ANSWER,
@@ -37,6 +36,7 @@ from electra.finetuning.question_answering import (
     tune_null_threshold,
     window_bounds,
 )
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.finetuning.tasks import Examples, Task
 from electra.resumable import ResumableFile
 

@@ -22,7 +22,7 @@ import electra
 from electra.cli import main
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
-from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.serving import server as server_module
 from electra.serving.server import STATIC, count_characters
 from electra.serving.service import Service

@@ -109,7 +109,7 @@ def test_only_the_blocks_that_are_read_are_verified(folder):
 
 
 def test_blocks_are_found_for_rows_of_any_width(monkeypatch):
-    monkeypatch.setattr(shards_module, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(shards_module, "CHECKSUM_BLOCK_BYTES", 8)
     tokens = np.arange(50, dtype=np.uint16)
     info = {"text_bytes": 0, "text_checksum": 0, "replaced": 0, "cut": 0, "unknown": 0, "uncovered": {}}
     content = serialize_shard({"train": [tokens.tobytes()], "validation": []}, info, tokens.dtype)

@@ -19,10 +19,10 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, compute_logits
-from electra.finetuning.heads import CrfTagModel, TagModel
 from electra.finetuning.kinds import KINDS, define_task, read_examples, with_targets
-from electra.finetuning.model import load_finetuned_model, load_pretrained
+from electra.finetuning.models import CrfTagModel, TagModel
 from electra.finetuning.predict import Predictor
+from electra.finetuning.storage import load_finetuned_model, load_pretrained
 from electra.finetuning.tags import make_tag_features, tag_loss
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra

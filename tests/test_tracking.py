@@ -17,7 +17,7 @@ import electra
 from electra.errors import ConfigError
 from electra.pretraining.command import pretrain
 from electra.runfolder import read_stored
-from electra.training.logging import CALLBACKS, METRICS, TRACKED_RUNS, TrackedRuns, Tracker, read_metrics
+from electra.training.logging import CALLBACKS, METRICS_FILE, TRACKED_RUNS, TrackedRuns, Tracker, read_metrics
 
 
 class FakeWandb(SimpleNamespace):
@@ -119,7 +119,7 @@ def test_a_callback_gets_the_lines_of_metrics_jsonl(shards, tmp_path):
     assert [(line.pop("run"), line["kind"], line["step"]) for line in lines] == [
         (str(tmp_path / "run"), kind, step) for kind, step in (("train", 2), ("train", 4), ("validation", 4))
     ]
-    assert lines == read_metrics(tmp_path / "run" / METRICS)
+    assert lines == read_metrics(tmp_path / "run" / METRICS_FILE)
 
 
 def test_an_exception_of_a_callback_ends_the_training(shards, tmp_path):

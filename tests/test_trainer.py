@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
 from electra.kernels import dispatch
+from electra.kernels.master_weights import MasterWeights
 from electra.model.storage import WEIGHTS, write_tensors
 from electra.objectives.losses import Loss
 from electra.runfolder import checkpoint_folders
@@ -49,6 +50,7 @@ class ToyTask:
         torch.manual_seed(0)
         layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": layers}), "head": nn.Linear(4, 1)})
+        self.master_weights = MasterWeights(self.model, torch.float32)
         self.dropout, self.nonfinite, self.batch_number = nn.Dropout(dropout), nonfinite, 0
         self.held_out = iter(held_out or itertools.count(10, -0.5))  # losses of evaluations
 
@@ -68,12 +70,6 @@ class ToyTask:
 
     def loss_counts(self, batch: Rows) -> dict[str, Tensor]:
         return {"mse": torch.tensor(float(batch.num_rows))}
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def discard_gradients(self) -> None:
-        self.model.zero_grad()
 
     def should_stop(self) -> bool:
         return False
@@ -128,7 +124,10 @@ def make_trainer(tmp_path):
         loss_scaling = settings.pop("loss_scaling", False)
         optimizer, config = OptimizerConfig(**{"learning_rate": 0.01} | settings), TrainerConfig(**intervals)
         budget = budget or Budget(steps=steps)
-        return Trainer(task, optimizer, config, budget, tmp_path / folder, seed=1, loss_scaling=loss_scaling)
+        trainer = Trainer(task, optimizer, config, budget, tmp_path / folder, seed=1)
+        if loss_scaling:
+            trainer.loss_scaler = LossScaler(torch.device("cpu"))
+        return trainer
 
     return build
 
@@ -197,15 +196,15 @@ def test_metrics_written_after_the_checkpoint_are_replaced(make_trainer):
     assert [line["step"] for line in train_lines(resumed)] == [5, 10, 15, 20]
 
 
-def test_a_branch_restarts_the_budget_and_a_stage_also_the_optimizers(make_trainer):
+def test_a_branch_restarts_the_budget_and_a_new_optimizer_also_its_state(make_trainer):
     trunk = make_trainer(ToyTask(), steps=10, folder="trunk")
     checkpoint = Path(trunk.train().checkpoint)
-    branch, stage = make_trainer(ToyTask(), steps=4, folder="branch"), make_trainer(ToyTask(), steps=4, folder="stage")
+    branch, phase = make_trainer(ToyTask(), steps=4, folder="branch"), make_trainer(ToyTask(), steps=4, folder="phase")
     branch.start_branch(checkpoint)
-    stage.start_stage(checkpoint)
+    phase.continue_with_new_optimizer(checkpoint)
     assert branch.optimizers[0].state
-    assert not stage.optimizers[0].state
-    for trainer in (branch, stage):
+    assert not phase.optimizers[0].state
+    for trainer in (branch, phase):
         assert (trainer.state.step, trainer.budget_fraction_used(), trainer.task.batch_number) == (10, 0.0, 10)
         assert trainer.train().step == 14
 
@@ -238,9 +237,9 @@ def test_a_nonfinite_step_changes_no_weight_and_is_counted(make_trainer):
 
 def test_nonfinite_steps_of_earlier_stages_are_counted(make_trainer):
     checkpoint = Path(make_trainer(ToyTask(nonfinite=(3,)), steps=5).train().checkpoint)
-    stage = make_trainer(ToyTask(nonfinite=(8,)), steps=5, folder="stage")
-    stage.start_stage(checkpoint)
-    assert stage.train().nonfinite_steps == 2
+    phase = make_trainer(ToyTask(nonfinite=(8,)), steps=5, folder="phase")
+    phase.continue_with_new_optimizer(checkpoint)
+    assert phase.train().nonfinite_steps == 2
 
 
 def test_a_training_stops_after_consecutive_nonfinite_steps(make_trainer):
@@ -334,21 +333,19 @@ def test_resuming_a_finished_training_changes_nothing(make_trainer):
 
 def limit_rows(monkeypatch, rows: int) -> None:
     """Let batches of more rows run out of memory in the backward pass, after some gradients were computed."""
-    backward = ToyTask.backward
+    backward, losses = MasterWeights.backward, ToyTask.losses
 
-    def limited(task, loss):
-        backward(task, loss)
-        if task.rows > rows:
+    def limited(weights, loss):
+        backward(weights, loss)
+        if weights.rows > rows:
             raise torch.OutOfMemoryError
 
-    losses = ToyTask.losses
-
     def counted(task, batch):
-        task.rows = batch.num_rows
+        task.master_weights.rows = batch.num_rows
         return losses(task, batch)
 
     monkeypatch.setattr(ToyTask, "losses", counted)
-    monkeypatch.setattr(ToyTask, "backward", limited)
+    monkeypatch.setattr(MasterWeights, "backward", limited)
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_divided_and_trained_alike(make_trainer, monkeypatch, capsys):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import electra
-from electra.finetuning.model import load_finetuned_model
+from electra.finetuning.storage import load_finetuned_model
 from electra.model.storage import load_model
 
 FOLDER = Path(__file__).parent / "transformers_js"

@@ -1,4 +1,4 @@
-"""Encoders: the cached encoder gives exactly the ids of the tokenizers library, on any text."""
+"""Fast tokenizers: the cached one gives exactly the ids of the tokenizers library, on any text."""
 
 from array import array
 
@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from electra.data import wordpiece
 from electra.data.tokenizer import build_wordpiece_tokenizer
-from electra.data.wordpiece import CachedWordPieceEncoder, LibraryEncoder, create_encoder
+from electra.data.wordpiece import CachedWordPieceTokenizer, LibraryTokenizer, create_fast_tokenizer
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = [*"abcdefghijklmnopqrstuvwxyzABCXYZéÉßæ[]#.,-'=中文字12·", "ing", "the", "\u0301", "mask", "[MASK", "ß"]
@@ -32,8 +32,8 @@ SETTINGS = [
 ]
 PAIRS = [
     (
-        create_encoder(build_wordpiece_tokenizer(TOKENS, **each)),
-        LibraryEncoder(build_wordpiece_tokenizer(TOKENS, **each)),
+        create_fast_tokenizer(build_wordpiece_tokenizer(TOKENS, **each)),
+        LibraryTokenizer(build_wordpiece_tokenizer(TOKENS, **each)),
     )
     for each in SETTINGS
 ]
@@ -41,14 +41,14 @@ for _, reference in PAIRS:
     reference.library.encode_special_tokens = True
 
 
-def lowercase_encoder() -> CachedWordPieceEncoder:
-    return create_encoder(build_wordpiece_tokenizer(TOKENS, lowercase=True))
+def lowercase_tokenizer() -> CachedWordPieceTokenizer:
+    return create_fast_tokenizer(build_wordpiece_tokenizer(TOKENS, lowercase=True))
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
 def test_hard_text_gives_the_ids_of_the_library(text):
     for cached, reference in PAIRS:
-        assert isinstance(cached, CachedWordPieceEncoder)
+        assert isinstance(cached, CachedWordPieceTokenizer)
         assert cached.encode([text.encode()]) == reference.encode([text.encode()])
 
 
@@ -67,47 +67,47 @@ def test_any_text_gives_the_ids_of_the_library(text):
 
 
 def test_special_tokens_in_text_are_encoded_as_text():
-    ids = array("H", lowercase_encoder().encode([b"[MASK][SEP]"])[0])
+    ids = array("H", lowercase_tokenizer().encode([b"[MASK][SEP]"])[0])
     assert [TOKENS[number] for number in ids] == ["[", "mask", "]", "[", "s", "##e", "##p", "]", "[SEP]"]
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_CACHED_WORDS", 3), ("LONG_TEXT_BYTES", 10)])
 def test_limits_of_memory_change_no_ids(monkeypatch, limit, value):
     text = " ".join(HARD_TEXTS).encode()
-    expected = lowercase_encoder().encode([text])
+    expected = lowercase_tokenizer().encode([text])
     monkeypatch.setattr(wordpiece, limit, value)
-    encoder = lowercase_encoder()
-    assert encoder.encode([text]) == expected
-    assert len(encoder.cache) <= wordpiece.MAX_CACHED_WORDS
+    fast = lowercase_tokenizer()
+    assert fast.encode([text]) == expected
+    assert len(fast.cache) <= wordpiece.MAX_CACHED_WORDS
 
 
 def test_an_overlong_word_is_encoded_in_parts(monkeypatch):
     monkeypatch.setattr(wordpiece, "MAX_WORD_CHARACTERS", 10)
-    assert len(lowercase_encoder().encode([b"a" * 25])[0]) == 2 * (25 + 1)
+    assert len(lowercase_tokenizer().encode([b"a" * 25])[0]) == 2 * (25 + 1)
 
 
 def test_words_with_unknown_pieces_are_counted():
-    encoder = lowercase_encoder()
-    encoder.encode(["щука, щука cat 漢字 щ".encode(), "[щука]".encode()])
-    assert encoder.uncovered == {"щука": 3, "漢": 1, "щ": 1}
+    fast = lowercase_tokenizer()
+    fast.encode(["щука, щука cat 漢字 щ".encode(), "[щука]".encode()])
+    assert fast.unk_words == {"щука": 3, "漢": 1, "щ": 1}
 
 
 def test_a_document_ends_with_sep_and_is_empty_without_tokens():
-    encoder = lowercase_encoder()
-    assert encoder.encode(["\u200b \x07".encode()]) == [b""]
-    assert array("H", encoder.encode([b"a"])[0]).tolist() == [TOKENS.index("a"), TOKENS.index("[SEP]")]
+    fast = lowercase_tokenizer()
+    assert fast.encode(["\u200b \x07".encode()]) == [b""]
+    assert array("H", fast.encode([b"a"])[0]).tolist() == [TOKENS.index("a"), TOKENS.index("[SEP]")]
 
 
 def test_ids_of_large_vocabularies_take_four_bytes():
     tokens = [*TOKENS, *(f"w{number}" for number in range(70_000))]
-    encoder = create_encoder(build_wordpiece_tokenizer(tokens, lowercase=True))
-    assert array("I", encoder.encode([b"w69999"])[0]).tolist() == [len(tokens) - 1, 3]
+    fast = create_fast_tokenizer(build_wordpiece_tokenizer(tokens, lowercase=True))
+    assert array("I", fast.encode([b"w69999"])[0]).tolist() == [len(tokens) - 1, 3]
 
 
 def test_a_tokenizer_with_added_tokens_is_not_cached():
     tokenizer = build_wordpiece_tokenizer(TOKENS, lowercase=True)
     tokenizer.library.add_tokens([AddedToken("new york")])
-    encoder = create_encoder(tokenizer)
-    assert type(encoder) is LibraryEncoder
-    ids = array("H", encoder.encode([b"new york [MASK]"])[0])
+    fast = create_fast_tokenizer(tokenizer)
+    assert type(fast) is LibraryTokenizer
+    ids = array("H", fast.encode([b"new york [MASK]"])[0])
     assert [tokenizer.library.id_to_token(number) for number in ids] == ["new york", "[", "mask", "]", "[SEP]"]

@@ -25,10 +25,10 @@ from electra.data.shards import (
     shard_file_name,
 )
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import LibraryEncoder, create_encoder
+from electra.data.wordpiece import LibraryTokenizer, create_fast_tokenizer
 from electra.errors import report_panics
 
-MAX_UNCOVERED_WORDS = 1000
+MAX_UNK_WORDS = 1000
 """Words with [UNK] that each shard lists."""
 
 
@@ -76,8 +76,8 @@ def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """How texts become shards."""
+class EncodeSettings:
+    """What a worker needs to encode a text."""
 
     source: CorpusConfig
     validation_fraction: float
@@ -85,30 +85,26 @@ class Encoding:
     special_tokens: tuple[tuple[str, str], ...]  # of `TextTokenizer`
 
 
-def make_encoding(source: CorpusConfig, validation_fraction: float, tokenizer: TextTokenizer) -> Encoding:
-    return Encoding(source, validation_fraction, tokenizer.library.to_str(), tokenizer.special_tokens)
-
-
 @lru_cache(maxsize=1)
-def create_cached_encoder(tokenizer: str, special_tokens: tuple[tuple[str, str], ...]) -> LibraryEncoder:
-    """The worker's encoder, whose word cache is kept from shard to shard."""
-    return create_encoder(TextTokenizer(Tokenizer.from_str(tokenizer), special_tokens))
+def cached_tokenizer(tokenizer: str, special_tokens: tuple[tuple[str, str], ...]) -> LibraryTokenizer:
+    """The worker's tokenizer, whose word cache is kept from shard to shard."""
+    return create_fast_tokenizer(TextTokenizer(Tokenizer.from_str(tokenizer), special_tokens))
 
 
 @report_panics()
-def encode_shard(encoding: Encoding, text: ShardText) -> EncodedShard:
+def encode_shard(settings: EncodeSettings, text: ShardText) -> EncodedShard:
     """Encode the text of one shard; runs in a worker."""
-    encoder = create_cached_encoder(encoding.tokenizer, encoding.special_tokens)
-    encoder.uncovered.clear()
+    tokenizer = cached_tokenizer(settings.tokenizer, settings.special_tokens)
+    tokenizer.unk_words.clear()
     stats = ReadStats()
-    dtype = np.dtype(encoder.typecode)
-    documents = encode_documents_by_split(encoding, encoder, text, stats)
+    dtype = np.dtype(tokenizer.typecode)
+    documents = encode_documents_by_split(settings, tokenizer, text, stats)
     encoded = [ids for split in SPLITS for ids in documents[split]]
     info = {
         "text_bytes": sum(map(len, text.blocks)),
         "text_checksum": text.checksum(),
-        "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
-        "uncovered": most_frequent_words(encoder.uncovered, MAX_UNCOVERED_WORDS),
+        "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == tokenizer.unk_id)) for ids in encoded),
+        "uncovered": most_frequent_words(tokenizer.unk_words, MAX_UNK_WORDS),
         **asdict(stats),
     }
     content = serialize_shard(documents, info, dtype)
@@ -117,14 +113,14 @@ def encode_shard(encoding: Encoding, text: ShardText) -> EncodedShard:
 
 
 def encode_documents_by_split(
-    encoding: Encoding, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
+    settings: EncodeSettings, tokenizer: LibraryTokenizer, text: ShardText, stats: ReadStats
 ) -> dict[Split, list[bytes]]:
     """The ids of each document by split."""
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
     for block in text.blocks:
-        documents = list(parse_documents(block, encoding.source, stats))
-        for document, ids in zip(documents, encoder.encode(documents), strict=True):
+        documents = list(parse_documents(block, settings.source, stats))
+        for document, ids in zip(documents, tokenizer.encode(documents), strict=True):
             if ids:
-                is_validation = hash_document(document) < encoding.validation_fraction
+                is_validation = hash_document(document) < settings.validation_fraction
                 encoded["validation" if is_validation else "train"].append(ids)
     return encoded

@@ -69,6 +69,10 @@ class Batch:
             return torch.full_like(self.row_ids, self.input_ids.shape[1])
         return self.attention_mask.long().sum(1)
 
+    def random_keys(self, seed: int, purpose: Purpose) -> Tensor:
+        """[B, 2] the keys of each row's random numbers."""
+        return row_keys(seed, self.step, self.row_ids, purpose)
+
     def encoder_inputs(self) -> dict[str, Tensor | None]:
         """The encoder's keyword arguments besides `input_ids`."""
         names = ("attention_mask", "segment_ids", "document_ids", "cu_seqlens")

@@ -26,7 +26,7 @@ from electra.data.corpus import (
     hash_document,
     parse_documents,
 )
-from electra.data.encode import ShardText, encode_shard, make_encoding, split_into_shard_texts
+from electra.data.encode import EncodeSettings, ShardText, encode_shard, split_into_shard_texts
 from electra.data.files import escape_invalid_name, warn_skipped_files
 from electra.data.parts import (
     Part,
@@ -367,7 +367,9 @@ def write_missing_shards(
     """Encode and write every shard of a part that is not finished."""
     new: list[ShardInfo] = []
     assert config.validation_fraction is not None
-    encode = partial(encode_shard, make_encoding(config.source, config.validation_fraction, tokenizer))
+    library, special_tokens = tokenizer.library.to_str(), tokenizer.special_tokens
+    settings = EncodeSettings(config.source, config.validation_fraction, library, special_tokens)
+    encode = partial(encode_shard, settings)
     missing = missing_texts(config, part, texts, finished)
     start_time = monotonic()
     with create_progress_bar() as bar:

@@ -38,9 +38,9 @@ PART_RECORD = "part-{}-of-{}.json"
 """The record of a finished part; removed when the index is written."""
 TOKENIZER = "tokenizer"
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
-CHECKSUMS = "checksums"
+CHECKSUMS_ARRAY = "checksums"
 CHECKSUM_FIELD = b',\n "checksum": '
-BLOCK_BYTES = 1 << 12
+CHECKSUM_BLOCK_BYTES = 1 << 12
 """Bytes that one checksum covers: a row of a batch lies in one or two blocks."""
 SHARD_NAME = re.compile(r"\d{5,}\.safetensors")
 
@@ -134,11 +134,12 @@ def serialize_shard(documents: dict[Split, list[bytes]], info: dict[str, Any], d
         arrays[f"{split}.tokens"] = np.frombuffer(b"".join(encoded), dtype)
         arrays[f"{split}.ends"] = np.cumsum([len(ids) // dtype.itemsize for ids in encoded], dtype=np.uint32)
     size = sum(array.nbytes for array in arrays.values())
-    arrays[CHECKSUMS] = np.zeros(4 + 4 * -(-size // BLOCK_BYTES), np.uint8)  # safetensors writes uint8 last
+    num_blocks = -(-size // CHECKSUM_BLOCK_BYTES)
+    arrays[CHECKSUMS_ARRAY] = np.zeros(4 + 4 * num_blocks, np.uint8)  # safetensors writes uint8 last
     content = bytearray(save(arrays, {"facts": json.dumps(info)}))
-    start = len(content) - len(arrays[CHECKSUMS]) - size
+    start = len(content) - len(arrays[CHECKSUMS_ARRAY]) - size
     header, data = memoryview(content)[:start], memoryview(content)[start : start + size]
-    blocks = [header, *(data[at : at + BLOCK_BYTES] for at in range(0, size, BLOCK_BYTES))]
+    blocks = [header, *(data[at : at + CHECKSUM_BLOCK_BYTES] for at in range(0, size, CHECKSUM_BLOCK_BYTES))]
     memoryview(content)[start + size :] = np.array([crc32(block) for block in blocks], np.uint32).tobytes()
     return bytes(content)
 
@@ -162,19 +163,19 @@ class ShardFile:
         start = 8 + int.from_bytes(content[:8], "little")
         try:
             header = msgspec.json.decode(content[8:start], type=dict[str, msgspec.Raw])
-            self.facts = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])["facts"]
+            self.info = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])["facts"]  # JSON
             entries = {key: msgspec.json.decode(entry, type=ArrayEntry) for key, entry in header.items()}
             self.offsets = {key: entry.data_offsets[0] for key, entry in entries.items()}
             self.arrays = {
                 key: np.frombuffer(content, DTYPES[entry.dtype], entry.shape[0], start + self.offsets[key])
                 for key, entry in entries.items()
             }
-            self.data = np.frombuffer(content, np.uint8, self.offsets[CHECKSUMS], start)
-            checksums = self.arrays[CHECKSUMS].view(np.uint32)
+            self.data = np.frombuffer(content, np.uint8, self.offsets[CHECKSUMS_ARRAY], start)
+            checksums = self.arrays[CHECKSUMS_ARRAY].view(np.uint32)
             self.checksums, is_header_intact = checksums[1:], crc32(content[:start]) == checksums[0]
         except (ValueError, LookupError, msgspec.MsgspecError, RecursionError, OverflowError):
             raise self.damage() from None
-        if not is_header_intact or len(self.checksums) != -(-len(self.data) // BLOCK_BYTES):
+        if not is_header_intact or len(self.checksums) != -(-len(self.data) // CHECKSUM_BLOCK_BYTES):
             raise self.damage()
         self.is_verified = np.zeros(len(self.checksums), bool)
 
@@ -183,7 +184,7 @@ class ShardFile:
 
     def checksum(self) -> int:
         """The checksum of its checksums."""
-        return crc32(self.arrays[CHECKSUMS].data)
+        return crc32(self.arrays[CHECKSUMS_ARRAY].data)
 
     def read_info(self) -> ShardInfo:
         """The index entry of this shard."""
@@ -192,7 +193,7 @@ class ShardFile:
             for count, array in (("documents", "ends"), ("tokens", "tokens"))
         }
         fixed = {"name": self.path.name, "bytes": len(self.content), "checksum": self.checksum()}
-        return msgspec.convert(fixed | counts | json.loads(self.facts), ShardInfo)
+        return msgspec.convert(fixed | counts | json.loads(self.info), ShardInfo)
 
     def check_entry(self, entry: ShardInfo) -> None:
         """Raise if this is not the shard of an index entry."""
@@ -201,10 +202,11 @@ class ShardFile:
 
     def verify(self, starts: NDArray, num_bytes: int) -> None:
         """Raise if the `num_bytes` bytes of `data` from one of `starts` [R] on do not match their checksums."""
-        first, last = starts // BLOCK_BYTES, (starts + num_bytes - 1) // BLOCK_BYTES
-        blocks = np.minimum(first[:, None] + np.arange(1 + -(-num_bytes // BLOCK_BYTES)), last[:, None])
+        first, last = starts // CHECKSUM_BLOCK_BYTES, (starts + num_bytes - 1) // CHECKSUM_BLOCK_BYTES
+        blocks = np.minimum(first[:, None] + np.arange(1 + -(-num_bytes // CHECKSUM_BLOCK_BYTES)), last[:, None])
         for block in np.unique(blocks[~self.is_verified[blocks]]).tolist():
-            if crc32(self.data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].data) != self.checksums[block]:
+            start = block * CHECKSUM_BLOCK_BYTES
+            if crc32(self.data[start : start + CHECKSUM_BLOCK_BYTES].data) != self.checksums[block]:
                 raise self.damage()
             self.is_verified[block] = True
 
@@ -271,12 +273,14 @@ class Shards:
 
     @cached_property
     def files(self) -> list[ShardFile]:
-        """All shards, memory-mapped; raises if one is missing, truncated or another than the index says."""
+        """All shards, memory-mapped; raises if one is missing or damaged."""
         raise_open_file_limit(len(self.index.shards))
-        files = [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
-        for file, shard in zip(files, self.index.shards, strict=True):
+        return [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
+
+    def check_files(self) -> None:
+        """Raise if a shard is missing, truncated or another than the index says."""
+        for file, shard in zip(self.files, self.index.shards, strict=True):
             file.check_entry(shard)
-        return files
 
     def arrays(self, split: Split, name: Literal["tokens", "ends"]) -> list[ShardArray]:
         """An array of each shard."""
@@ -318,7 +322,7 @@ def open_shards(folder: Path) -> Shards:
             "--output shards/"
         )
     shards = Shards(folder, read_index(folder))
-    assert shards.files is not None
+    shards.check_files()
     return shards
 
 

@@ -69,13 +69,9 @@ class TextTokenizer:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary; raises if a special token is missing."""
+        self.check_vocabulary()
         ids = self.library.get_vocab(with_added_tokens=True)
-        missing = [token for _, token in self.special_tokens if token not in ids]
-        if missing:
-            raise DataError(f"the vocabulary lacks {', '.join(missing)}, which pre-training needs; add it")
         size = max(ids.values()) + 1
-        if size > MAX_VOCABULARY:
-            raise DataError(f"an id is {size - 1:,}; ids must be below {MAX_VOCABULARY:,}")
         is_continuation = [False] * size
         for token, number in ids.items():
             is_continuation[number] = token.startswith(CONTINUATION_PREFIX)
@@ -84,6 +80,15 @@ class TextTokenizer:
         return Vocabulary(
             size=size, is_continuation=tuple(is_continuation), sentence_end_ids=sentence_ends, **special_ids
         )
+
+    def check_vocabulary(self) -> None:
+        """Raise if a special token is missing or an id is too large."""
+        ids = self.library.get_vocab(with_added_tokens=True)
+        missing = [token for _, token in self.special_tokens if token not in ids]
+        if missing:
+            raise DataError(f"the vocabulary lacks {', '.join(missing)}, which pre-training needs; add it")
+        if max(ids.values()) >= MAX_VOCABULARY:
+            raise DataError(f"an id is {max(ids.values()):,}; ids must be below {MAX_VOCABULARY:,}")
 
     @property
     def component_settings(self) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
         raise DataError(f"{file} is not a tokenizer: it is not text in UTF-8") from None
     try:
         tokenizer = load_tokenizer_json(file, content) if file.suffix == ".json" else load_vocab_txt(file, content)
-        assert tokenizer.vocabulary
+        tokenizer.check_vocabulary()
     except DataError as error:
         raise DataError(str(error) if str(file.parent) in str(error) else f"{file}: {error}") from None
     return tokenizer

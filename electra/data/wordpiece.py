@@ -1,4 +1,4 @@
-"""Encoders: documents to token ids, as the bytes that shards store.
+"""Fast tokenizers: documents to token ids, as the bytes that shards store.
 
 Every document ends with [SEP]. Special tokens written in the text are not recognised: "[MASK]" is encoded as "[",
 "mask", "]".
@@ -32,16 +32,16 @@ LONG_TEXT_BYTES = 1 << 20
 """The words of a longer text are iterated over instead of listed, to save memory."""
 
 
-def create_encoder(tokenizer: TextTokenizer) -> LibraryEncoder:
-    """The fastest encoder that produces the tokenizer's ids."""
+def create_fast_tokenizer(tokenizer: TextTokenizer) -> LibraryTokenizer:
+    """The fastest tokenizer that produces the same ids."""
     tokenizer.library.encode_special_tokens = True
     normalizer = tokenizer.component_settings["normalizer"] or {}
     has_added_words = any(not token.special for token in tokenizer.library.get_added_tokens_decoder().values())
     is_word_by_word = tokenizer.is_bert_wordpiece() and normalizer["clean_text"] and not has_added_words
-    return CachedWordPieceEncoder(tokenizer) if is_word_by_word else LibraryEncoder(tokenizer)
+    return CachedWordPieceTokenizer(tokenizer) if is_word_by_word else LibraryTokenizer(tokenizer)
 
 
-class LibraryEncoder:
+class LibraryTokenizer:
     """Encodes whole documents with the tokenizers library; correct for every tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -50,7 +50,7 @@ class LibraryEncoder:
         self.unk_id = vocabulary.unk_id
         self.typecode = "H" if vocabulary.size <= 1 << 16 else "I"  # of `array`: uint16 if the ids fit, else uint32
         self.separator = self.to_bytes([vocabulary.sep_id])
-        self.uncovered: Counter[str] = Counter()  # words that contain [UNK]
+        self.unk_words: Counter[str] = Counter()  # words that contain [UNK]
 
     def encode(self, documents: list[bytes]) -> list[bytes]:
         """The ids of each document followed by [SEP]; empty for a document without tokens."""
@@ -62,7 +62,7 @@ class LibraryEncoder:
         return array(self.typecode, ids).tobytes()
 
 
-class CachedWordPieceEncoder(LibraryEncoder):
+class CachedWordPieceTokenizer(LibraryTokenizer):
     """Encodes with BERT's WordPiece tokenizers several times as fast, by encoding each distinct word once.
 
     BERT's normalizer and WordPiece never look across a space, an ASCII punctuation mark or a Chinese character, so the
@@ -106,20 +106,20 @@ class CachedWordPieceEncoder(LibraryEncoder):
 class WordCache(dict[bytes, bytes]):
     """The ids of words. Words with [UNK] are cached separately: every lookup of one is a miss here and is counted."""
 
-    def __init__(self, encoder: CachedWordPieceEncoder):
+    def __init__(self, tokenizer: CachedWordPieceTokenizer):
         super().__init__()
-        self.encoder = encoder
-        self.uncovered: dict[bytes, bytes] = {}
+        self.tokenizer = tokenizer
+        self.unk_cache: dict[bytes, bytes] = {}
 
     def __missing__(self, word: bytes) -> bytes:
-        ids = self.uncovered.get(word)
+        ids = self.unk_cache.get(word)
         if ids is None:
-            ids = self.encoder.encode_word(word)
-            if self.encoder.unk_id not in array(self.encoder.typecode, ids):
+            ids = self.tokenizer.encode_word(word)
+            if self.tokenizer.unk_id not in array(self.tokenizer.typecode, ids):
                 self.store(self, word, ids)
                 return ids
-            self.store(self.uncovered, word, ids)
-        self.encoder.uncovered[word.decode()] += 1
+            self.store(self.unk_cache, word, ids)
+        self.tokenizer.unk_words[word.decode()] += 1
         return ids
 
     def store(self, cache: dict[bytes, bytes], word: bytes, ids: bytes) -> None:

@@ -22,7 +22,7 @@ from electra.pretraining.config import read_phase_settings, read_run_record, rea
 from electra.reporting.runs import find_glue_tables
 from electra.runfolder import CHECKPOINTS, CONFIG, RESULT, read_stored
 from electra.training.checkpoint import read_training_state
-from electra.training.logging import METRICS, format_duration, read_metrics
+from electra.training.logging import METRICS_FILE, format_duration, read_metrics
 
 CARD = "README.md"
 PIPELINES = {  # Hugging Face's name of what a model does, if it has one
@@ -172,7 +172,7 @@ def describe_pretraining(checkpoint: Path) -> list[str]:
     }
     parts = ["## Pre-training", facts_table(facts)]
     lines = [
-        line for line in read_metrics(run / METRICS) if line["kind"] == "validation" and line["step"] <= state.step
+        line for line in read_metrics(run / METRICS_FILE) if line["kind"] == "validation" and line["step"] <= state.step
     ]
     if lines:
         measured = {name: value for name, value in lines[-1].items() if isinstance(value, float)}

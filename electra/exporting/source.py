@@ -11,8 +11,8 @@ from electra.errors import ConfigError, DataError
 from electra.exporting.config import ExportConfig
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
-from electra.finetuning.model import FinetunedConfig, load_finetuned_model
 from electra.finetuning.predict import is_finetuned
+from electra.finetuning.storage import FinetunedConfig, load_finetuned_model
 from electra.huggingface.convert import (
     TASK_HEADS,
     Tensors,

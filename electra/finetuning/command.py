@@ -22,7 +22,7 @@ from electra.finetuning.jobs import (
 from electra.finetuning.kinds import KINDS, count_unknown_labels, define_task, read_examples, report_unknown_labels
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import HUB, Task, read_split_rows
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS_FILE, read_metrics
 
 CORRELATIONS = ("matthews", "pearson", "spearman")
 OVERFITTING = 1.1  # times the lowest dev loss
@@ -181,7 +181,7 @@ def describe_overfitting(job: Job) -> str:
     """Where the dev loss was lowest, if it rose clearly after that and the last model was kept; otherwise empty."""
     if job.tuning.keeps_best_epoch:
         return ""
-    evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS) if line["kind"] == "validation"]
+    evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS_FILE) if line["kind"] == "validation"]
     losses = [loss for loss in evaluations if loss is not None]
     lowest = min(losses, default=math.inf)  # metrics.jsonl may be cut
     if not losses or losses[-1] <= OVERFITTING * lowest:

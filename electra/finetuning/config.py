@@ -145,9 +145,6 @@ class TuningConfig:
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128, for
     chunking 256. Question answering reads contexts in windows of this length; default 512. Defaults above 128 are not
     beyond the length of pre-training."""
-    embedding_noise: float = 0.0
-    """Add uniform noise to the embeddings during training (NEFTune), between ± this value / √(padded length of the
-    batch · embedding width), as a regulariser of models without dropout: try 15. 0: none."""
     frozen: bool = False
     """Feature-based: keep the weights of the encoder, and train a linear layer on the hidden states of --layers, pooled
     by their mean unless --pooling cls. The default learning rate is then 1e-3."""
@@ -171,7 +168,6 @@ class TuningConfig:
         check_range(self, "epochs", "batch_size", "micro_batches", "early_stopping", at_least=1)
         check_range(self, "length", at_least=8)
         check_range(self, "layer_decay", above=0, at_most=1)
-        check_range(self, "embedding_noise", at_least=0)
         if self.batch_size % self.micro_batches:
             message = f"is {self.micro_batches}; it must divide --batch-size {self.batch_size}"
             raise ConfigError(message, field="micro_batches")
@@ -179,8 +175,6 @@ class TuningConfig:
             raise ConfigError(f"--faithful uses Adam; it cannot be combined with --optimizer {self.optimizer}")
         if self.frozen and self.optimizer == "muon":
             raise ConfigError("--optimizer muon is for the layers of the encoder, which --frozen keeps; use adamw")
-        if self.frozen and self.embedding_noise:
-            raise ConfigError("--embedding-noise is for an encoder that is trained; leave it out beside --frozen")
         if (self.layers or self.bilstm) and not self.frozen:
             raise ConfigError(f"{'--layers' if self.layers else '--bilstm'} needs --frozen")
 

@@ -287,7 +287,7 @@ def write_glue_submission(path: Path, jobs_by_task: list[list[Job]], use_ensembl
     predictions: Predictions = {}
     for jobs in jobs_by_task:
         task = jobs[0].task
-        members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
+        members = jobs if use_ensemble else [max(jobs, key=lambda job: job.read_result().main_metric)]
         for split, logits in read_mean_logits(members).items():
             if split.startswith(TEST):
                 predictions[submission_key(task, split)] = KINDS[task.kind].predict(Outputs(logits), task)

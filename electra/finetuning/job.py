@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import (
@@ -19,7 +18,6 @@ from electra.finetuning.features import (
     RowBatch,
     compute_logits,
     epoch_batches,
-    read_logits,
     write_logits,
 )
 from electra.finetuning.kinds import KINDS, load_features, make_class_weights, read_examples
@@ -31,7 +29,7 @@ from electra.finetuning.metrics import (
     nan_as_lowest,
     none_to_nan,
 )
-from electra.finetuning.model import build_task_model, load_pretrained, restore_weights, save_finetuned_model
+from electra.finetuning.storage import build_task_model, load_pretrained, restore_weights, save_finetuned_model
 from electra.finetuning.tasks import HUB, Examples, Task
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
@@ -53,8 +51,7 @@ from electra.runfolder import (
 )
 from electra.training.config import Budget, HardwareConfig, TrackerName
 from electra.training.hardware import choose_device, choose_dtype
-from electra.training.logging import METRICS as METRICS_FILE
-from electra.training.logging import check_not_diverged, check_tracker, read_metrics
+from electra.training.logging import METRICS_FILE, check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
 BEST, BEST_EPOCH = "best-epoch-", "best_epoch.json"  # folder of a model, and its metric
@@ -119,10 +116,6 @@ class Job:
     def is_finished(self) -> bool:
         return (self.folder / RESULT).exists()
 
-    def read_logits(self) -> dict[str, NDArray]:
-        """The logits of a finished job by split, without the training split."""
-        return read_logits(self.folder)
-
     @property
     def length(self) -> int:
         """Maximum length in tokens."""
@@ -144,11 +137,18 @@ class Job:
         if not self.is_finished():
             with make_folder_removed_if_empty(self.folder):
                 train_job(self, quiet)
+        self.remove_checkpoints()
+        return self.read_result()
+
+    def read_result(self) -> JobResult:
+        return read_job_result(self.folder / RESULT)
+
+    def remove_checkpoints(self) -> None:
+        """Remove what a finished job no longer needs."""
         for folder in (*checkpoint_folders(self.folder), *best_epoch_folders(self.folder)):
             remove_written_folder(folder)
         with suppress(OSError):  # missing, or not empty
             (self.folder / CHECKPOINTS).rmdir()
-        return read_job_result(self.folder / RESULT)
 
 
 class FinetuningTask:
@@ -159,8 +159,8 @@ class FinetuningTask:
         self.device = choose_device(job.hardware.device)
         dispatch.set_kernel_mode(job.hardware.kernels)
         self.pretrained = load_pretrained(job.model, self.tuning.dropout)
-        self.encoder = self.pretrained.encoder.config
-        self.encoder.check_length(job.length)
+        self.encoder_config = self.pretrained.encoder.config
+        self.encoder_config.check_length(job.length)
         self.tokenizer = self.pretrained.load_tokenizer()
         model = build_task_model(
             self.pretrained,
@@ -171,11 +171,10 @@ class FinetuningTask:
             frozen=self.tuning.frozen_config(),
         )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
-        model.encoder.embedding_noise = self.tuning.embedding_noise
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
         self.examples = {split: read_examples(self.task, split) for split in available_splits(self.task)}
-        self.encoder.check_segments(1 if self.examples["train"].texts_b is None else 2)
+        self.encoder_config.check_segments(1 if self.examples["train"].texts_b is None else 2)
         if self.task.double_unordered:
             self.examples["train"] = self.examples["train"].with_swapped_pairs()
         self.splits = {split: self.load_features(examples) for split, examples in self.examples.items()}
@@ -198,7 +197,7 @@ class FinetuningTask:
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
         counts, head = (self.train.num_examples, len(self.train)), self.model.describe_head_input()
-        return self.tuning.describe(self.encoder, head, self.task, *counts, self.job.length)
+        return self.tuning.describe(self.encoder_config, head, self.task, *counts, self.job.length)
 
     def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)
@@ -217,7 +216,7 @@ class FinetuningTask:
         self.master_weights.update_half_precision_weights()
         targets = self.train.labels[batch.rows]
         with self.master_weights.autocast():
-            logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id), targets)
+            logits = self.master_weights.forward_model(*self.train.collate(batch, self.encoder_config.pad_id), targets)
         weights = () if self.class_weights is None else (self.class_weights,)
         losses = self.kind.loss(logits.float(), targets, *weights)  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), self.loss_counts(batch)["loss"])}
@@ -225,24 +224,18 @@ class FinetuningTask:
     def loss_counts(self, batch: RowBatch) -> Counts:
         return {"loss": (batch.weights * self.kind.num_terms(self.train.labels[batch.rows])).sum()}
 
-    def backward(self, loss: Tensor) -> None:
-        self.master_weights.backward(loss)
-
-    def discard_gradients(self) -> None:
-        self.master_weights.discard_gradients()
-
     def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
         if parameter_name.startswith("head.crf"):
             return CRF_LR_SCALE
         if parameter_name.startswith("head") or self.tuning.frozen:
             return 1.0
-        depth = self.encoder.layers + 1  # of the embeddings
+        depth = self.encoder_config.layers + 1  # of the embeddings
         if ".layers." in parameter_name:
-            depth = self.encoder.layers - int(parameter_name.split(".")[2])
+            depth = self.encoder_config.layers - int(parameter_name.split(".")[2])
         elif ".final_norm." in parameter_name:
             depth = 1  # as the top layer
-        return self.tuning.layer_decay_for(self.encoder) ** (depth + self.tuning.faithful)
+        return self.tuning.layer_decay_for(self.encoder_config) ** (depth + self.tuning.faithful)
 
     def evaluate(self) -> Metrics:
         """Loss, without class weights, and metrics on the dev split; stores the model if it is the best so far."""
@@ -269,8 +262,7 @@ class FinetuningTask:
 
     def restore_best_epoch(self) -> None:
         """Load the weights of the best epoch."""
-        folder = best_epoch_folders(self.job.folder)[-1]
-        restore_weights(self.model, folder)
+        restore_weights(self.model, best_epoch_folders(self.job.folder)[-1])
 
     def should_stop(self) -> bool:
         """Whether the last epochs were no better than an earlier one (--early-stopping)."""
@@ -290,7 +282,7 @@ class FinetuningTask:
         self.model.eval()
         precision = self.master_weights.dtype
         logits = compute_logits(
-            self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder.pad_id, precision
+            self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder_config.pad_id, precision
         )
         self.model.train()
         return Outputs(logits, features, self.examples[split])
@@ -353,7 +345,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
     job = task.job
     return Trainer(
         task,
-        job.tuning.optimizer_config(task.encoder),
+        job.tuning.optimizer_config(task.encoder_config),
         job.tuning.trainer_config(task.steps_per_epoch, job.track),
         Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,
@@ -361,7 +353,6 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         cuda_graphs=task.device.type == "cuda"
         and job.hardware.compile != "off"
         and not job.tuning.bilstm,  # cuDNN's LSTMs are not tried in graphs
-        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
         settings=job.describe_settings(),
     )

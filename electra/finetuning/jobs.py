@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from electra.errors import DataError, format_count
 from electra.finetuning.config import JobsConfig, TuningConfig
-from electra.finetuning.features import Outputs
+from electra.finetuning.features import Outputs, read_logits
 from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
+from electra.finetuning.storage import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import HUB, Task
 from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
 from electra.huggingface.names import get_architecture
@@ -95,7 +95,9 @@ def prepare_jobs(
         folder, FinetuningRecord(settings=settings, task=asdict(task), files=files, weights=weight_checksums(model))
     )
     for job in jobs:
-        if not job.is_finished():
+        if job.is_finished():
+            job.remove_checkpoints()  # of a process that was killed after it wrote the result
+        else:
             if not checkpoint_folders(job.folder):  # killed before the first: it starts over
                 for best in best_epoch_folders(job.folder):
                     remove_written_folder(best)
@@ -200,7 +202,7 @@ def run_jobs(jobs: list[Job], config: JobsConfig) -> list[JobResult]:
         print(
             f"{number} of {len(unfinished)}: {job.task.name}, seed {job.seed}: {metrics}", file=sys.stderr, flush=True
         )
-    return [job.run() for job in jobs]
+    return [job.read_result() for job in jobs]
 
 
 def estimated_cost(job: Job) -> int:
@@ -235,7 +237,7 @@ def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
 
 def read_mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
     """The mean of the jobs' logits [N, num_labels], by split."""
-    logits = [job.read_logits() for job in jobs]
+    logits = [read_logits(job.folder) for job in jobs]
     return {split: np.mean([values[split] for values in logits], axis=0) for split in logits[0]}
 
 
@@ -244,6 +246,6 @@ def find_single_prediction(job: Job) -> str | list[str] | None:
     kind = KINDS[job.task.kind]
     if not kind.has_classes or not kind.has_row_logits:
         return None
-    predicted = kind.predict(Outputs(job.read_logits()["dev"]), job.task)
+    predicted = kind.predict(Outputs(read_logits(job.folder)["dev"]), job.task)
     is_single = len(predicted) > 1 and len(np.unique(predicted, axis=0)) == 1
     return kind.decode(predicted[:1], job.task)[0] if is_single else None

@@ -12,8 +12,8 @@ from torch import Tensor
 from electra.data.tokenizer import TextTokenizer
 from electra.finetuning import readers
 from electra.finetuning.features import Features, Outputs, make_features, softmax
-from electra.finetuning.heads import TaskModel, WindowModel
 from electra.finetuning.metrics import Metrics, Mistake, most_frequent_label
+from electra.finetuning.models import TaskModel, WindowModel
 from electra.finetuning.readers import Row
 from electra.finetuning.tasks import Examples, RowReader, Task, get_cell, get_text
 from electra.huggingface.names import Settings

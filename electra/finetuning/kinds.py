@@ -21,7 +21,9 @@ from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features, softmax
-from electra.finetuning.heads import (
+from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
+from electra.finetuning.metrics import Metrics, class_scores
+from electra.finetuning.models import (
     BALANCED,
     ChoiceModel,
     CrfTagModel,
@@ -35,8 +37,6 @@ from electra.finetuning.heads import (
     parse_class_weights,
     span_loss,
 )
-from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
-from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
     DEV_FRACTION,

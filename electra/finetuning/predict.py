@@ -30,8 +30,8 @@ from electra.finetuning.kinds import (
     stream_examples,
 )
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, task_of_ensemble, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
+from electra.finetuning.storage import load_finetuned_model, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.progress import show_row_count

@@ -32,8 +32,8 @@ from electra.finetuning.features import Outputs
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.finetuning.jobs import estimated_cost, find_model_to_finetune
 from electra.finetuning.metrics import Metrics
-from electra.finetuning.model import checksum_of_weights
 from electra.finetuning.probe_results import Key, ProbeResult, ProbeScores, append_result, compare_rows, read_results
+from electra.finetuning.storage import checksum_of_weights
 from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
 from electra.finetuning.workers import run_here_or_in_workers
 from electra.objectives.evaluation import roc_auc

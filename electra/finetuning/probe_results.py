@@ -15,7 +15,7 @@ correlation of folds, whose training rows overlap.
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ Key = tuple[str, str, str, int, int]  # model, setting, task, fold, seed
 Row = tuple[str, str]  # model and setting
 Scores = dict[tuple[int, int], list[float]]  # of one task by fold and seed: one value, or one per part of a slice
 LINE_START = b'{"model": '
+REMOVED_SETTINGS = {"embedding_noise": 0.0}  # of fine-tuning in stored results, with the value that had no effect
 StoredMetrics = Mapping[str, float | None]  # None: undefined, as the correlation of constant predictions
 
 
@@ -65,13 +66,18 @@ def read_results(path: Path) -> list[ProbeResult]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             result = msgspec.json.decode(line, type=ProbeResult)
-            results[result.key] = result
+            results[result.key] = replace(result, tuning=without_removed_settings(result.tuning))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             is_complete = isinstance(error, msgspec.ValidationError)
             if is_complete or not (line.startswith(LINE_START) or LINE_START.startswith(line)):
                 raise DataError(f"{path} is not a file of electra probe; choose another --output") from None
             print(f"{path}: ignored an incomplete line", file=sys.stderr)
     return list(results.values())
+
+
+def without_removed_settings(tuning: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a stored result without those that no longer exist and had no effect."""
+    return {name: value for name, value in tuning.items() if REMOVED_SETTINGS.get(name, ...) != value}
 
 
 def append_result(path: Path, result: ProbeResult) -> None:

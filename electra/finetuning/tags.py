@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from electra.data.files import format_and_compression
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.conll import (
@@ -34,7 +33,6 @@ from electra.finetuning.conll import (
     write_tags,
 )
 from electra.finetuning.features import IGNORED, Features, Outputs, padded_length
-from electra.finetuning.heads import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
@@ -44,6 +42,7 @@ from electra.finetuning.metrics import (
     find_entity_spans,
     precision_recall_f1,
 )
+from electra.finetuning.models import ClassWeights, cross_entropy
 from electra.finetuning.readers import Row, class_name_from_cell, sort_labels
 from electra.finetuning.tasks import (
     DEV_FRACTION,
@@ -59,7 +58,7 @@ from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 ENTITY_SCORES = ENTITY_METRICS[:3]
-TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
+TABLE_FORMATS = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
 CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known, or are those of no training row
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
@@ -77,10 +76,12 @@ SPLIT_FILES = {
 def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
     """Stream the sentences of a file: a table with lists, or CoNLL columns; raises if there are none."""
     format, _ = format_and_compression(path)
-    if format in TABLES:
+    if format in TABLE_FORMATS:
         return readers.read_rows(path, columns=columns, skip_malformed=skip_malformed)
     if format in (".csv", ".json"):
-        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
+        raise ConfigError(
+            f"{path} has no tags; sentences are in {', '.join(TABLE_FORMATS)}, or in CoNLL columns (.conll)"
+        )
     return read_conll(path)
 
 
@@ -250,7 +251,7 @@ def make_tag_features(examples: Examples, tokenizer: TextTokenizer, max_length: 
     cls, sep = np.array([vocabulary.cls_id]), np.array([vocabulary.sep_id])
     is_continuation = np.array(vocabulary.is_continuation)
     is_continuation |= not is_continuation.any()  # of other tokenizers only the first tokens have targets
-    create_encoder(tokenizer)  # special tokens in texts are text
+    tokenizer.library.encode_special_tokens = True  # special tokens in texts are text
     sentences = split_sentences(examples.texts, examples.text_counts)
     encodings = tokenizer.library.encode_batch([" ".join(words) for words in sentences], add_special_tokens=False)
     pieces: list[NDArray] = []

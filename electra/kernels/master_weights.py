@@ -29,7 +29,7 @@ class MasterParameter:
 
 
 class MasterWeights(Generic[Model]):
-    """Keeps `model`, a copy of a model in `dtype` for forward and backward; with fp32 it is the model itself.
+    """Keeps `forward_model`, a copy of a model in `dtype` for forward and backward; with fp32 it is the model itself.
 
     The optimizer updates the original's parameters, the master weights; `update_half_precision_weights` copies them.
     Their gradients are written to `gradient_views` if given. A model that is sharded over ranks is not copied: FSDP
@@ -43,16 +43,16 @@ class MasterWeights(Generic[Model]):
         gradient_views: Mapping[nn.Parameter, Tensor] | None = None,
         is_sharded: bool = False,
     ) -> None:
-        self.original = self.model = model
+        self.original = self.forward_model = model
         self.device, self.dtype = next(model.parameters()).device, dtype
         self.cast_parameters: list[MasterParameter] = []
         if dtype != torch.float32 and not is_sharded:
-            self.model = deepcopy(model)
+            self.forward_model = deepcopy(model)
             self.master, self.half, slices = flatten_linears(model, dtype)
             if gradient_views is None:
                 gradients = torch.zeros_like(self.master)
                 gradient_views = {parameter: gradients[part].view_as(parameter) for parameter, part in slices.items()}
-            for original, copy in zip(model.modules(), self.model.modules(), strict=True):
+            for original, copy in zip(model.modules(), self.forward_model.modules(), strict=True):
                 for name, parameter in original.named_parameters(recurse=False):
                     if parameter not in slices:
                         setattr(copy, name, parameter)
@@ -90,7 +90,7 @@ class MasterWeights(Generic[Model]):
 
     def discard_gradients(self) -> None:
         """Remove all gradients, also those of a backward pass that failed halfway."""
-        for model in (self.original, self.model):
+        for model in (self.original, self.forward_model):
             model.zero_grad()
 
 

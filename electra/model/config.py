@@ -334,8 +334,6 @@ class ModelConfig:
     scale_init_by_width: bool = False
     """Initialise weights with standard deviation 0.02·√(768/width) instead of 0.02 at every width, as released: narrow
     encoders then learn from context sooner."""
-    generator_dropout: float | None = None
-    """Dropout of the generator, if it is not that of the discriminator."""
     generator_width: int | None = None
     """Hidden size of the generator, if it is not the size's fraction of the discriminator's."""
     generator_layers: int | None = None
@@ -365,8 +363,6 @@ class ModelConfig:
         width = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * width_ratio))
         width = width if self.generator_width is None else self.generator_width
         sizes: dict[str, Any] = {"layers": layers}
-        if self.generator_dropout is not None:
-            sizes |= {"dropout": self.generator_dropout, "attention_dropout": self.generator_dropout}
         if width != discriminator.width:
             feedforward = (
                 gated_feedforward_width(4 * width) if discriminator.is_modern() else 4 * width

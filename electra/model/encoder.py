@@ -313,7 +313,6 @@ class Encoder(nn.Module):
         )
         self.final_norm = create_norm(config, config.width) if is_modern else nn.Identity()
         self.activation_checkpointing = False
-        self.embedding_noise = 0.0  # alpha of `add_noise`, in training
         initialize_parameters(self, config.init_std)
         if is_modern:
             scale_residual_projections(self.layers)
@@ -355,8 +354,6 @@ class Encoder(nn.Module):
     def embed(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The input of the first layer [B, L, D]."""
         embedded = self.embedding_dropout(self.embeddings(input_ids, segment_ids))  # [B, L, E]
-        if self.training and self.embedding_noise:
-            embedded = add_noise(embedded, self.embedding_noise)
         return self.embedding_norm(self.project(embedded))
 
     def run_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
@@ -415,12 +412,6 @@ class Encoder(nn.Module):
     def tied_projection(self) -> Tensor | None:
         """The projection [D, E] that the modern style's tied output table is multiplied with, if there is one."""
         return getattr(self.project, "weight", None) if self.config.is_modern() else None
-
-
-def add_noise(embedded: Tensor, alpha: float) -> Tensor:
-    """Add uniform noise between ± alpha / √(L · E) to embeddings [B, L, E] (NEFTune, arXiv 2310.05914)."""
-    magnitude = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
-    return embedded + torch.empty_like(embedded).uniform_(-magnitude, magnitude)
 
 
 def initialize_parameters(module: nn.Module, std: float) -> None:

@@ -1,5 +1,7 @@
 """Output heads of generator and discriminator."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,7 +9,7 @@ from torch.nn import functional
 from electra.kernels.dispatch import can_fuse_mlm_head, linear_gelu, mlm_loss_and_sample
 from electra.model.config import EncoderConfig
 from electra.model.encoder import create_linear, create_norm, initialize_parameters
-from electra.random import Purpose, RowRandomness, sample_from_logits
+from electra.random import Purpose, sample_from_logits
 
 
 class TokenPredictions:
@@ -41,12 +43,12 @@ class TokenPredictions:
         self,
         labels: Tensor,
         weights: Tensor,
-        randomness: RowRandomness,
+        row_keys: Callable[[Purpose], Tensor],
         temperature: float = 1.0,
         disallow_correct: bool = False,
     ) -> Tensor:
-        """Tokens [B, M] sampled with the `randomness` of the rows; `labels` and `weights` as in `mlm_loss_sum`."""
-        keys = randomness.keys(Purpose.SAMPLE_BLOCK), randomness.keys(Purpose.SAMPLE_TOKEN)
+        """Tokens [B, M] sampled with the `row_keys` of each purpose; `labels` and `weights` as in `mlm_loss_sum`."""
+        keys = row_keys(Purpose.SAMPLE_BLOCK), row_keys(Purpose.SAMPLE_TOKEN)
         if temperature == 1 and not disallow_correct and self.can_fuse():
             losses, sampled = mlm_loss_and_sample(self.states, self.table, self.bias, labels, *keys)
             self.cached_loss = (losses * weights).sum()

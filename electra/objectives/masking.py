@@ -12,7 +12,7 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.objectives.config import MaskingConfig
-from electra.random import Number, Purpose, random_bits, random_uniform, row_keys
+from electra.random import Number, Purpose, random_bits, random_uniform
 
 MILLION = 1_000_000
 WHOLE_WORD_ROUNDS = 3
@@ -52,7 +52,7 @@ def mask(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary, seed: int)
     """Mask random positions of each row, never [CLS], [SEP], [MASK] or padding."""
     positions, weights = choose_masked_positions(batch, config, vocabulary, seed)
     labels = batch.input_ids.gather(1, positions)
-    keys = row_keys(seed, batch.step, batch.row_ids, Purpose.MASK_REPLACEMENTS)
+    keys = batch.random_keys(seed, Purpose.MASK_REPLACEMENTS)
     replacements = mask_replacements(labels, keys, config, vocabulary)
     input_ids = batch.input_ids.scatter(1, positions, torch.where(weights > 0, replacements, labels))
     return Masked(input_ids, positions, labels, weights)
@@ -64,7 +64,7 @@ def choose_masked_positions(
     """Positions [B, M] drawn without replacement, those with the highest random scores, and their weights [B, M]."""
     length = batch.input_ids.shape[1]
     count = num_masked(batch.lengths(), length, config)[:, None]  # [B, 1]
-    scores = random_bits(row_keys(seed, batch.step, batch.row_ids, Purpose.MASK_POSITIONS), length)  # [B, L]
+    scores = random_bits(batch.random_keys(seed, Purpose.MASK_POSITIONS), length)  # [B, L]
     scores = scores * length + torch.arange(length, device=scores.device)  # no ties
     is_maskable = maskable_tokens(batch, vocabulary)
     if config.whole_word_masking:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.objectives.losses import Counts, Loss, Losses, sum_token_losses
 from electra.objectives.masking import Masked, count_masked, mask
-from electra.random import Purpose, RowRandomness, sample_from_frequencies
+from electra.random import Purpose, sample_from_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, context: ObjectiveC
     hidden, losses = detect_replaced(electra, corrupted, batch)
     loss = sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)
     auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
-    return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
+    return generator_losses(predictions, masked) | {"discriminator": loss} | auxiliary
 
 
 def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -63,7 +64,7 @@ def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Los
     at_masked = losses.gather(1, masked.positions)  # [B, M]
     loss = sum_token_losses(at_masked, masked.weights, context.objective.discriminator_weight)
     auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
-    return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
+    return generator_losses(predictions, masked) | {"discriminator": loss} | auxiliary
 
 
 def replace_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -73,7 +74,7 @@ def replace_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Lo
     corrupted = corrupt(batch.input_ids, masked, sample(predictions, masked, batch, context))
     model = electra.require_mlm()
     restored = model(corrupted.input_ids, **batch.encoder_inputs(), positions=masked.positions)  # p(original)
-    return generator_loss(predictions, masked) | {"replace_mlm": mlm_loss(restored, masked)}
+    return generator_losses(predictions, masked) | {"replace_mlm": mlm_loss(restored, masked)}
 
 
 def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -84,7 +85,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) ->
     model = electra.require_copy_mlm()
     hidden = model.encoder(corrupted.input_ids, **batch.encoder_inputs())  # [B, L, D]
     log_likelihood = model.log_likelihood(hidden, corrupted.input_ids, labels=batch.input_ids)  # [B, L]
-    return generator_loss(predictions, masked) | {
+    return generator_losses(predictions, masked) | {
         "all_tokens_mlm": sum_token_losses(-log_likelihood, token_weights(batch))
     }
 
@@ -92,7 +93,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) ->
 def masked_language_modeling(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
     """BERT without next-sentence prediction: the generator alone."""
     masked = context.mask(batch)
-    return generator_loss(predict_masked(electra, masked, batch, context), masked)
+    return generator_losses(predict_masked(electra, masked, batch, context), masked)
 
 
 def adversarial(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -142,7 +143,7 @@ class Objective:
     """An objective and the models it needs."""
 
     losses: Callable[[Electra, Batch, ObjectiveContext], Losses]
-    positions: dict[str, LossPositions]  # of the predictions that each loss is over, by its name in `losses`
+    loss_positions: dict[str, LossPositions]  # of the predictions that each loss is over, by its name in `losses`
     head: Head | None  # of the discriminator; None: no discriminator
     needs_generator: bool = False  # uniform or unigram replacements are not possible
     has_baseline: bool = False
@@ -150,7 +151,7 @@ class Objective:
 
     def count_predictions(self, batch: Batch, context: ObjectiveContext) -> Counts:
         """The number of predictions of each loss, before the losses are computed."""
-        all_positions = dict(self.positions)
+        all_positions = dict(self.loss_positions)
         if self.head == "rtd":
             all_positions |= {head: AUXILIARY_POSITIONS[head] for head in context.objective.auxiliary_heads()}
         counts: dict[LossPositions, Callable[[], Tensor]] = {
@@ -196,11 +197,11 @@ def predict_masked(
 
 def sample(predictions: TokenPredictions | None, masked: Masked, batch: Batch, context: ObjectiveContext) -> Tensor:
     """x̂ ~ p_G, a replacement for each masked token [B, M]."""
-    config, rows = context.objective, RowRandomness(context.seed, batch.step, batch.row_ids)
+    config, row_keys = context.objective, partial(batch.random_keys, context.seed)
     if predictions is None:
         assert context.frequencies is not None
-        return sample_from_frequencies(context.frequencies, rows.keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
-    return predictions.sample(masked.labels, masked.weights, rows, config.temperature, config.disallow_correct)
+        return sample_from_frequencies(context.frequencies, row_keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
+    return predictions.sample(masked.labels, masked.weights, row_keys, config.temperature, config.disallow_correct)
 
 
 def corrupt(
@@ -247,7 +248,7 @@ def first_document_weights(masked: Masked, batch: Batch) -> Tensor:
     return masked.weights * is_first
 
 
-def generator_loss(predictions: TokenPredictions | None, masked: Masked) -> Losses:
+def generator_losses(predictions: TokenPredictions | None, masked: Masked) -> Losses:
     """L_MLM of the generator, if there is one."""
     return {} if predictions is None else {"generator": mlm_loss(predictions, masked)}
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import KINDS
+from electra.finetuning.models import TaskModel
 from electra.finetuning.predict import Predictor
 from electra.huggingface.convert import from_huggingface_config
 from electra.huggingface.names import get_architecture

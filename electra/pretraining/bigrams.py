@@ -29,7 +29,7 @@ from electra.objectives.masking import Masked
 from electra.objectives.objectives import ObjectiveContext
 from electra.pretraining.initialize import unigram_frequencies
 
-SMOOTHING = (0.5, 2.0, 10.0, 50.0, 200.0)  # pseudo-counts
+PSEUDO_COUNTS = (0.5, 2.0, 10.0, 50.0, 200.0)  # of smoothing; the best is taken
 ROWS = 32  # of a batch
 
 
@@ -98,7 +98,7 @@ def bigram_auc(counts: BigramCounts, samples: Sequence[MaskedAndCorrupted]) -> t
     The smoothing is chosen on these rows, which makes the baseline slightly too strong."""
     ids = torch.cat([each.corrupted.input_ids for each in samples]).numpy()
     labels = torch.cat([each.corrupted.is_replaced for each in samples]).numpy()
-    return max((roc_auc(counts.replaced_scores(ids, each).ravel(), labels.ravel()), each) for each in SMOOTHING)
+    return max((roc_auc(counts.replaced_scores(ids, each).ravel(), labels.ravel()), each) for each in PSEUDO_COUNTS)
 
 
 def bigram_mlm_loss(counts: BigramCounts, samples: Sequence[MaskedAndCorrupted], mask_id: int) -> float:
@@ -109,7 +109,7 @@ def bigram_mlm_loss(counts: BigramCounts, samples: Sequence[MaskedAndCorrupted],
     tokens = np.arange(len(counts.token_counts))[None]  # [1, V]
     joint_before, joint_after = counts.joint_counts(before, tokens), counts.joint_counts(tokens, after)  # [N, V]
     losses = []
-    for smoothing in SMOOTHING:
+    for smoothing in PSEUDO_COUNTS:
         from_before = counts.mutual_information(before, tokens, joint_before, smoothing)
         from_after = counts.mutual_information(tokens, after, joint_after, smoothing)
         logits = np.log(counts.frequencies()) + (before != mask_id) * from_before + (after != mask_id) * from_after

@@ -35,7 +35,7 @@ from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_sto
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World, join_ranks
 from electra.training.hardware import should_compile
-from electra.training.logging import METRICS, TrainResult, check_not_diverged, check_tracker, read_metrics
+from electra.training.logging import METRICS_FILE, TrainResult, check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
 
@@ -94,7 +94,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, wo
             break
     if not world.is_main:
         return result
-    metrics = read_metrics(config.output / METRICS)
+    metrics = read_metrics(config.output / METRICS_FILE)
     plot_pretraining_curves(config.output, metrics, config.objective.loss_weights())
     if result.signal:
         return result
@@ -111,11 +111,11 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
     elif config.init.branch_from is not None:
         trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
-        weights.load_into(task.whole_model)
-        task.divide_weights()
+        weights.load_into(task.unsharded_model)
+        task.shard_weights()
     if source := config.init.branch_from or config.init.model or checkpoint:
         task.gather_weights()
-        task.trains_segments |= has_trained_segments(task.whole_model)
+        task.trains_segments |= has_trained_segments(task.unsharded_model)
         positions = max(encoder.positions for encoder in task.phase.model.encoder_configs().values())
         trained_length = read_trained_length(checkpoint or find_model_folder(source)) or positions
         task.trained_length = max(task.trained_length, trained_length)
@@ -131,15 +131,14 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         task,
         config.optimizer,
         config.trainer,
-        phase.stage_budget,
+        phase.schedule_budget,
         config.output,
         seed=config.seed,
         cuda_graphs=task.captures_graph,
-        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=not task.world.is_main,
         world=task.world,
         gradients=task.gradients,
-        stop_at=phase.stage_end,
+        stop_at=phase.stop_at,
         settings=asdict(config),
     )
 
@@ -147,10 +146,10 @@ def build_trainer(task: PretrainingTask) -> Trainer:
 def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> None:
     """Continue a phase from its checkpoint, or start it from the last checkpoint of the previous phase."""
     is_previous = read_pretraining_state(checkpoint).phase < task.phase.index
-    if is_previous and task.phase.starts_stage:
-        load_previous_phase_weights(task.whole_model, checkpoint, task.config)
-        task.divide_weights()
-        trainer.start_stage(checkpoint)
+    if is_previous and task.phase.starts_optimizer:
+        load_previous_phase_weights(task.unsharded_model, checkpoint, task.config)
+        task.shard_weights()
+        trainer.continue_with_new_optimizer(checkpoint)
     else:
         trainer.resume(checkpoint)
         if is_previous:

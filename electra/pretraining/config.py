@@ -125,10 +125,10 @@ class PretrainConfig:
     """Train in phases, each with some settings of its own, for instance `fraction=0.9 fraction=0.1,length=512`, or for
     two-stage training `objective=mlm objective=frozen-rtd`. Settings of a phase: fraction (of the budget), objective,
     width, layers, length, batch-size, micro-batches, learning-rate, schedule, warmup, decay-fraction, mask-fraction,
-    temperature, packing, dropout, generator-dropout. With a width, the discriminator is narrower at first (fewer heads,
-    narrower feed-forward layers) and is widened by the next phase without changing its outputs. With layers, it has
-    fewer at first, which the next phase repeats. Consecutive phases of one objective, width and number of layers share
-    a schedule and optimizer; others start new ones."""
+    temperature, packing, dropout. With a width, the discriminator is narrower at first (fewer heads, narrower
+    feed-forward layers) and is widened by the next phase without changing its outputs. With layers, it has fewer at
+    first, which the next phase repeats. Consecutive phases of one objective, width and number of layers share a
+    schedule and optimizer; others start new ones."""
     seed: int = 0
     """Seed of weights, row order, masks, samples and dropout."""
     evaluation_rows: int = 512
@@ -263,7 +263,7 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
 def inherited_settings() -> list[str]:
     """The settings that a branch takes from its trunk's config.json; its schedule is a new one."""
     configs = (OptimizerConfig, MaskingConfig, ObjectiveConfig)
-    names = ["recipe", "dropout", "generator_dropout", "batch_size", "cross_document_attention"]
+    names = ["recipe", "dropout", "batch_size", "cross_document_attention"]
     names += [name for each in configs for name in settings_by_name(each)]
     return [name for name in names if name not in ("schedule", "warmup", "decay_fraction", "objective")]
 

@@ -134,8 +134,8 @@ def run_warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, de
     """Settings that are valid but probably not intended; raises a DataError if there are no held-out rows."""
     yield from held_out_warnings(config, shards)
     for phase in phases:
-        steps, warmup = phase.stage_budget.steps, phase.config.optimizer.warmup
-        if phase.starts_stage and steps is not None and warmup >= max(1, steps):
+        steps, warmup = phase.schedule_budget.steps, phase.config.optimizer.warmup
+        if phase.starts_optimizer and steps is not None and warmup >= max(1, steps):
             yield (
                 f"a warm-up of {warmup:g} steps exceeds the {steps:,} steps of training: the learning rate stays below "
                 f"{steps / warmup:.0%} of its peak; give the warm-up as a fraction (--warmup 0.1)"

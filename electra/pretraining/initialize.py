@@ -37,13 +37,13 @@ from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder
 
-TABLES = ("token", "position", "segment")
+EMBEDDING_TABLES = ("token", "position", "segment")
 UNIGRAM_TOKENS = 50_000_000
 
 # of embeddings from co-occurrence
 NEIGHBOUR_TOKENS = 10_000_000  # of the text
 WINDOW = 2  # tokens to either side; counts are divided by the distance
-SMOOTHING = 0.75  # exponent of the neighbours' frequencies, which otherwise favour pairs of rare tokens
+FREQUENCY_EXPONENT = 0.75  # of the neighbours' frequencies, which otherwise favour pairs of rare tokens
 OVERSAMPLING = 16  # further vectors of the subspace iteration
 ITERATIONS = 6
 
@@ -74,7 +74,7 @@ def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int)
             raise ConfigError(
                 f"--generator-width and --generator-layers cannot change the generator of {source}; leave them out"
             )
-        generator = read_generator_config(source).with_dropout(model.dropout).with_dropout(model.generator_dropout)
+        generator = read_generator_config(source).with_dropout(model.dropout)
     return ElectraConfig(generator=generator, discriminator=discriminator, sharing=model.sharing)
 
 
@@ -194,7 +194,7 @@ def copy_weights(tensors: Tensors, module: nn.Module, prefix: str = "") -> None:
 @torch.no_grad()
 def subtract_base_embeddings(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
     """Turn whole embedding tables into differences from their base."""
-    for table in TABLES:
+    for table in EMBEDDING_TABLES:
         if hasattr(embeddings, table):  # the modern style has only tokens
             getattr(embeddings, table).weight.sub_(getattr(base, table).weight)
 
@@ -339,7 +339,7 @@ def positive_mutual_information(pairs: NDArray, counts: NDArray, size: int) -> T
     ).coalesce()
     first, second = joint.indices()
     totals = torch.zeros(size, dtype=torch.float64).index_add_(0, first, joint.values())
-    smoothed = totals**SMOOTHING / (totals**SMOOTHING).sum()
+    smoothed = totals**FREQUENCY_EXPONENT / (totals**FREQUENCY_EXPONENT).sum()
     ratios = joint.values() ** 2 / (totals[first] * smoothed[second] * totals[second] * smoothed[first])
     values = (ratios.log() / 2).clamp(min=0).float()
     return torch.sparse_coo_tensor(joint.indices(), values, (size, size), check_invariants=True).coalesce()

@@ -34,7 +34,6 @@ PHASE_SETTINGS = (
     "temperature",
     "packing",
     "dropout",
-    "generator_dropout",
 )
 ENCODER_SIZES = ("width", "layers")  # of the discriminator, which a later phase may widen and stack
 SCHEDULE_SETTINGS = ("schedule", "warmup", "decay_fraction")
@@ -60,9 +59,9 @@ class Phase:
     config: PretrainConfig  # the run's, with the settings of this phase
     model: ElectraConfig
     budget: Budget
-    stage_budget: Budget  # of consecutive phases with this objective and size: they share schedule and optimizer
-    stage_end: Budget  # the part of stage_budget that is spent when this phase ends
-    starts_stage: bool
+    schedule_budget: Budget  # of consecutive phases with this objective and size: they share schedule and optimizer
+    stop_at: Budget  # the part of schedule_budget that is spent when this phase ends
+    starts_optimizer: bool  # and a schedule: the first of these phases
 
     def flops_per_step(self) -> int:
         """FLOPs of a training step."""
@@ -128,9 +127,9 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
         for phase, spec in zip(configs, specs, strict=True)
     ]
     phases: list[Phase] = []
-    stages = [(phase.objective.name, main_encoder_sizes(model)) for phase, model in zip(configs, models, strict=True)]
-    for _, stage in groupby(range(len(stages)), key=stages.__getitem__):
-        indices = list(stage)
+    keys = [(phase.objective.name, main_encoder_sizes(model)) for phase, model in zip(configs, models, strict=True)]
+    for _, consecutive in groupby(range(len(keys)), key=keys.__getitem__):
+        indices = list(consecutive)
         check_same_schedule([specs[index] for index in indices], config)
         ends = list(accumulate(budgets[index] for index in indices))
         for index, end in zip(indices, ends, strict=True):
@@ -139,9 +138,9 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
                 config=configs[index],
                 model=models[index],
                 budget=budgets[index],
-                stage_budget=ends[-1],
-                stage_end=end,
-                starts_stage=index == indices[0],
+                schedule_budget=ends[-1],
+                stop_at=end,
+                starts_optimizer=index == indices[0],
             )
             phases.append(phase)
     return phases
@@ -194,8 +193,7 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
         encoder.check_length(max(config.loader.length for config in configs))
     return [
         model_config_for_objective(
-            with_phase_size(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
-            config.objective,
+            with_phase_size(pair, config.model).with_dropout(config.model.dropout), config.objective
         )
         for config in configs
     ]

@@ -53,7 +53,7 @@ class PretrainingTask:
         if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
 
-            self.master_weights.model.require_generator().side_stream = GeneratorStream()
+            self.master_weights.forward_model.require_generator().side_stream = GeneratorStream()
         is_new = phase.index == 0 and not config.starts_from_weights()
         set_initial_weights(self.model, config.init, shards, self.unigram, is_new)
         self.trains_segments = config.loader.packing != "packed"
@@ -62,10 +62,10 @@ class PretrainingTask:
         self.trained_length = config.loader.length
         losses = self.objective.losses
         self.compute_losses = torch.compile(losses, dynamic=False) if self.is_compiled else losses
-        self.whole_model = self.model
+        self.unsharded_model = self.model
         """The model with all weights, for evaluation and checkpoints: a copy of a sharded one, see `gather_weights`."""
         if is_sharded:
-            self.whole_model = deepcopy(self.model)
+            self.unsharded_model = deepcopy(self.model)
             layers = {layer: None for encoder in self.model.encoders() for layer in encoder.layers}  # perhaps shared
             shard_model(self.model, layers, world, dtype)
         self.discriminator_parameters = self.model.discriminator_parameters()
@@ -73,7 +73,7 @@ class PretrainingTask:
     def build_loader(self) -> BatchLoader:
         """The loader of training batches, with cu_seqlens if the attention kernel uses them."""
         config = self.config
-        encoders = self.master_weights.model.encoders()
+        encoders = self.master_weights.forward_model.encoders()
         for encoder in encoders:
             encoder.activation_checkpointing = config.hardware.activation_checkpointing
         with self.master_weights.autocast():
@@ -115,18 +115,12 @@ class PretrainingTask:
         with self.master_weights.autocast():
             if self.config.shard_weights:
                 return {name: Loss(*fields) for name, fields in self.model(self.flat_losses, batch).items()}
-            return self.compute_losses(self.master_weights.model, batch, self.context)
+            return self.compute_losses(self.master_weights.forward_model, batch, self.context)
 
     def flat_losses(self, model: Electra, batch: Batch) -> dict[str, tuple[Tensor, Tensor, float]]:
         """The losses as tuples, in which FSDP finds the tensors that gradients come from."""
         losses = self.compute_losses(model, batch, self.context)
         return {name: (loss.sum, loss.count, loss.weight) for name, loss in losses.items()}
-
-    def backward(self, loss: Tensor) -> None:
-        self.master_weights.backward(loss)
-
-    def discard_gradients(self) -> None:
-        self.master_weights.discard_gradients()
 
     def loss_counts(self, batch: Batch) -> Counts:
         return self.objective.count_predictions(batch, self.context)
@@ -150,7 +144,7 @@ class PretrainingTask:
 
     def evaluate_batches(self) -> dict[str, float]:
         self.gather_weights()
-        model = self.whole_model.to(self.device).eval()
+        model = self.unsharded_model.to(self.device).eval()
         world, tokenizer, batches = self.world, self.shards.tokenizer, self.world.share(self.held_out)
         with self.master_weights.autocast(), torch.no_grad():
             loss = held_out_loss(model, batches, self.context, world.gather)
@@ -166,14 +160,14 @@ class PretrainingTask:
         return {"loss": loss} | metrics
 
     def gather_weights(self) -> None:
-        """Copy the weights of a sharded model to `whole_model`; all ranks must call this."""
-        if self.whole_model is not self.model:
-            copy_parameters(self.model, self.whole_model)
+        """Copy the weights of a sharded model to `unsharded_model`; all ranks must call this."""
+        if self.unsharded_model is not self.model:
+            copy_parameters(self.model, self.unsharded_model)
 
-    def divide_weights(self) -> None:
-        """Copy the weights of `whole_model` to a sharded model."""
-        if self.whole_model is not self.model:
-            copy_parameters(self.whole_model, self.model)
+    def shard_weights(self) -> None:
+        """Copy the weights of `unsharded_model` to a sharded model."""
+        if self.unsharded_model is not self.model:
+            copy_parameters(self.unsharded_model, self.model)
 
     def describe_metrics(self, metrics: dict[str, float]) -> str:
         return describe_metrics(metrics)
@@ -190,8 +184,8 @@ class PretrainingTask:
 
     def write_model(self, folder: Path) -> None:
         if not self.trains_segments:
-            copy_first_segment_embedding(self.whole_model)
-        write_model_into(self.whole_model, folder, self.shards.folder / TOKENIZER, self.trained_length)
+            copy_first_segment_embedding(self.unsharded_model)
+        write_model_into(self.unsharded_model, folder, self.shards.folder / TOKENIZER, self.trained_length)
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict() | {"phase": self.phase.index, "objective": self.config.objective.name}

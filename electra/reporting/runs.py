@@ -25,7 +25,7 @@ from electra.pretraining.held_out import held_out_loader_config, max_held_out_ro
 from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
 from electra.pretraining.recipes import recipe_settings
 from electra.training.checkpoint import TrainState, find_model_folder, read_training_state
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS_FILE, read_metrics
 
 LOWER_IS_BETTER = ("loss",)  # suffixes of metrics
 HIGHER_IS_BETTER = ("accuracy", "precision", "recall", "auc")
@@ -91,13 +91,13 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
     last = phases[-1].config
     progress = read_progress(folder, phases)
     state = progress.state
-    metrics_lines = [line for line in read_metrics(folder / METRICS) if line["step"] <= state.step]
+    metrics_lines = [line for line in read_metrics(folder / METRICS_FILE) if line["step"] <= state.step]
     ends = phase_end_steps(phases, progress, metrics_lines)
     evaluations = parse_evaluations(metrics_lines, phases, ends)
     if not evaluations and progress.unfinished is not None:
         raise DataError(f"it was not evaluated yet at step {state.step:,}; --evaluate-every sets how often it is")
     if not evaluations or (evaluations[-1].step != state.step and progress.unfinished is None):
-        raise DataError(f"{METRICS} has no evaluation at the last step, {state.step:,}")
+        raise DataError(f"{METRICS_FILE} has no evaluation at the last step, {state.step:,}")
     last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
     return Run(
         folder=str(folder),
@@ -126,10 +126,10 @@ def read_run_config(folder: Path) -> PretrainConfig:
         raise DataError("a file, not a run folder" if folder.exists() else "no such folder")
     if is_finetuning_output(folder):
         raise DataError("a fine-tuning, not a run of electra pretrain; pass GLUE scores with --glue")
-    if not (folder / METRICS).is_file():
-        has_runs = any(folder.glob(f"*/{METRICS}"))
+    if not (folder / METRICS_FILE).is_file():
+        has_runs = any(folder.glob(f"*/{METRICS_FILE}"))
         raise DataError(
-            f"not a run; name the runs in it: {folder}/*" if has_runs else f"not a run: it has no {METRICS}"
+            f"not a run; name the runs in it: {folder}/*" if has_runs else f"not a run: it has no {METRICS_FILE}"
         )
     return config_from_flat_values(PretrainConfig, read_run_record(folder).pretraining)
 
@@ -167,7 +167,7 @@ def read_progress(folder: Path, phases: list[Phase]) -> Progress:
     """The progress of a run; raises a DataError if it has no checkpoint."""
     checkpoint = find_model_folder(folder)
     state, index = read_training_state(checkpoint).trainer, read_phase_index(checkpoint, phases)
-    budget = phases[index].stage_budget
+    budget = phases[index].schedule_budget
     fraction = budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
     unfinished = f"{fraction:.0%} of its budget is used" if fraction < 1 else None
     if index + 1 < len(phases):
@@ -177,13 +177,13 @@ def read_progress(folder: Path, phases: list[Phase]) -> Progress:
 
 def phase_end_steps(phases: list[Phase], progress: Progress, metrics_lines: list[dict[str, Any]]) -> list[float]:
     """The last step of each phase, counted back from the end of the run; a trunk is part of the first phase."""
-    state, stage_budget = progress.state, phases[progress.phase].stage_budget
+    state, current = progress.state, phases[progress.phase].schedule_budget
     later = [phases[index + 1 :] for index in range(len(phases))]
-    stages = [phase.stage_budget for phase in phases[progress.phase + 1 :] if phase.starts_stage]
-    if stage_budget.steps is not None:
-        end = max(state.step, state.start_step + sum(budget.steps or 0 for budget in (stage_budget, *stages)))
+    following = [phase.schedule_budget for phase in phases[progress.phase + 1 :] if phase.starts_optimizer]
+    if current.steps is not None:
+        end = max(state.step, state.start_step + sum(budget.steps or 0 for budget in (current, *following)))
         return [end - sum(phase.budget.steps or 0 for phase in rest) for rest in later]
-    budgets = sum(budget.seconds or 0.0 for budget in (stage_budget, *stages))
+    budgets = sum(budget.seconds or 0.0 for budget in (current, *following))
     end_seconds = max(state.seconds, state.start_seconds + budgets)
     seconds = [end_seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in later]
     logged_steps, logged_seconds = logged_steps_and_seconds(metrics_lines)

@@ -12,7 +12,7 @@ from electra.reporting.runs import Run, find_glue_tables, read_run
 from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 
 REPORT = "report.json"
-METRICS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
+METRIC_COLUMNS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
 PLOTS = {"loss": "held-out loss", "mlm_loss": "held-out generator MLM loss", "unigram_rtd_auc": "unigram RTD AUC"}
 COSTS = {"flops": "FLOPs", "minutes": "minutes of training"}  # attributes of runs and evaluations, with their labels
 
@@ -135,7 +135,7 @@ def overview_table(runs: dict[str, Run]) -> list[list[str]]:
 
 def metrics_table(metrics: dict[str, dict[str, float]]) -> list[list[str]]:
     """The rows of a table of metrics by run, with a column for each metric that some run has."""
-    columns = [name for name in METRICS if any(name in values for values in metrics.values())]
+    columns = [name for name in METRIC_COLUMNS if any(name in values for values in metrics.values())]
     rows = [
         [run, *(f"{values[name]:.4f}" if name in values else "" for name in columns)] for run, values in metrics.items()
     ]

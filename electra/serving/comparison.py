@@ -14,7 +14,7 @@ from electra.data.shards import Shards
 from electra.data.tokenizer import TextTokenizer
 from electra.objectives.evaluation import evaluate
 from electra.pretraining.bigrams import (
-    SMOOTHING,
+    PSEUDO_COUNTS,
     BigramCounts,
     bigram_auc,
     bigram_mlm_loss,
@@ -178,4 +178,4 @@ def find_replaced_words_by_bigrams(tokenizer: TextTokenizer, counts: BigramCount
 
         return count_found(score_words).found
 
-    return max(map(find, SMOOTHING))
+    return max(map(find, PSEUDO_COUNTS))

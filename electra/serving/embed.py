@@ -14,9 +14,9 @@ from electra.data.files import as_text_file, import_optional, open_streams, requ
 from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError, format_count
 from electra.finetuning.jobs import find_model_to_finetune
-from electra.finetuning.model import load_pretrained, weight_checksums
 from electra.finetuning.predict import CHUNK_SIZE
 from electra.finetuning.readers import FORMATS, Row, decode_lines, read_rows
+from electra.finetuning.storage import load_pretrained, weight_checksums
 from electra.finetuning.tasks import add_line_to_errors, check_text, take_chunk
 from electra.progress import show_row_count
 from electra.resumable import ResumableFile, check_output_file, content_checksum, open_resumable

@@ -8,7 +8,7 @@ from torch import Tensor
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, check_finite
 from electra.finetuning.features import compute_logits, default_batch_size, make_features
-from electra.finetuning.heads import POOL
+from electra.finetuning.models import POOL
 from electra.finetuning.tasks import Examples
 from electra.model.config import EmbeddingPooling
 from electra.model.encoder import Encoder

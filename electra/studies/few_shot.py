@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from electra.finetuning.jobs import find_model_to_finetune
-from electra.finetuning.model import checksum_of_weights
 from electra.finetuning.probe import ProbeJob, parse_settings, run_probe_jobs, without_finished, write_rows
 from electra.finetuning.probe_results import Estimate, estimate_mean, read_results
+from electra.finetuning.storage import checksum_of_weights
 from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
 from electra.studies.config import AnalyzeConfig
 from electra.training.config import HardwareConfig

@@ -31,8 +31,8 @@ from electra.runfolder import (
     write_checksums,
     write_json,
 )
-from electra.training.distributed import divide_like, gather_shards
-from electra.training.logging import METRICS
+from electra.training.distributed import gather_shards, shard_like
+from electra.training.logging import METRICS_FILE
 
 try:
     import fcntl
@@ -64,7 +64,7 @@ def find_model_folder(run_or_model: Path) -> Path:
     while checkpoints := checkpoint_folders(run_or_model):
         if keep_checkpoint(checkpoints[-1]):
             return checkpoints[-1]
-    if (run_or_model / METRICS).exists():
+    if (run_or_model / METRICS_FILE).exists():
         raise DataError(
             f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
         )
@@ -120,7 +120,7 @@ class TrainState:
     nonfinite_steps: int = 0
     best_checkpoint: str | None = None  # lowest held-out loss
     best_loss: float | None = None
-    start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
+    start_step: int = 0  # where the budget starts: after 0 in a branch, and where a phase starts a new optimizer
     start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> 
         for name, parameter in model.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise DataError(f"{folder / WEIGHTS} does not fit the model: {name} is missing or has another shape")
-            parameter.copy_(divide_like(weights[name], parameter))
+            parameter.copy_(shard_like(weights[name], parameter))
 
 
 def optimizer_state_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def load_optimizer_states(
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         loaded = {
-            index: {key: divide_like(value, parameter) for key, value in states.pop(names[id(parameter)]).items()}
+            index: {key: shard_like(value, parameter) for key, value in states.pop(names[id(parameter)]).items()}
             for index, parameter in enumerate(parameters)
             if names[id(parameter)] in states
         }
@@ -215,9 +215,9 @@ def check_own_folder(folder: Path, model: str) -> None:
     """Raise a DataError if a training's folder has files and neither a checkpoint nor its `model`: they are others'."""
     if not folder.exists() or checkpoint_folders(folder) or (folder / model / CHECKSUMS).exists():
         return
-    metrics = folder / METRICS
+    metrics = folder / METRICS_FILE
     is_log = metrics.is_file() and read_bounded(metrics)[:5] in (b"", b'{"kin')  # killed before its first checkpoint
-    others = {path.name for path in folder.iterdir()} - {CHECKPOINTS, METRICS if is_log else CHECKPOINTS}
+    others = {path.name for path in folder.iterdir()} - {CHECKPOINTS, METRICS_FILE if is_log else CHECKPOINTS}
     if others:
         raise DataError(f"{folder} has files of others ({min(others)}); move them away or choose another --output")
 

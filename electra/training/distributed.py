@@ -343,8 +343,8 @@ def gather_shards(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def divide_like(whole: Tensor, other: Tensor) -> Tensor:
-    """A tensor, which all ranks have, divided over the ranks if `other`, of the same shape, is."""
+def shard_like(whole: Tensor, other: Tensor) -> Tensor:
+    """A tensor, which all ranks have, sharded over the ranks if `other`, of the same shape, is."""
     if not is_sharded(other) or whole.shape != other.shape:
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -354,6 +354,6 @@ def divide_like(whole: Tensor, other: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Copy all parameters between models of which one may be divided over the ranks; all ranks must call this."""
+    """Copy all parameters between models of which one may be sharded; all ranks must call this."""
     for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
-        theirs.copy_(divide_like(gather_shards(ours), theirs))
+        theirs.copy_(shard_like(gather_shards(ours), theirs))

@@ -23,8 +23,8 @@ from electra.progress import can_show_bars
 from electra.runfolder import damaged_file_error, dump_json, read_stored, report_damage, write_file, write_stored
 from electra.training.config import TrackerName
 
-METRICS = "metrics.jsonl"
-MAX_LINE_BYTES = 1 << 20  # of metrics
+METRICS_FILE = "metrics.jsonl"
+MAX_METRICS_LINE_BYTES = 1 << 20
 PROJECT = "electra"
 TRACKED_RUNS = "tracking.json"
 
@@ -156,7 +156,7 @@ class MetricsLogger:
     `last_step`."""
 
     def __init__(self, run: Path, last_step: int, tensorboard: bool = False, tracker: Tracker | None = None) -> None:
-        self.path = run / METRICS
+        self.path = run / METRICS_FILE
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.evaluated_step = max((line["step"] for line in kept if line["kind"] == "validation"), default=-1)
@@ -190,9 +190,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():  # a pipe or device may be endless
         raise damaged_file_error(path, "not a file")
     with path.open("rb") as file:
-        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+        lines = iter(lambda: file.readline(MAX_METRICS_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+            if not line.endswith(b"\n") and len(line) < MAX_METRICS_LINE_BYTES:
                 break
             with report_damage(path, advice=f"remove its line {number}"):
                 metrics.append(msgspec.json.decode(line, type=dict[str, int | float | str | None]))

@@ -39,11 +39,11 @@ def build_optimizers(
     model: nn.Module, config: OptimizerConfig, lr_scale: Callable[[str], float] = lambda name: 1.0
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a model's parameters; `lr_scale` multiplies the learning rate of a parameter by name."""
-    matrices, tables, vectors = split_matrices_tables_vectors(model)
+    matrices, embeddings_and_heads, vectors = split_parameters(model)
     build_for_matrices, build_for_others = OPTIMIZERS[config.name]
-    table_decay = config.weight_decay if config.embedding_weight_decay is None else config.embedding_weight_decay
+    embedding_decay = config.weight_decay if config.embedding_weight_decay is None else config.embedding_weight_decay
     of_matrices = [(matrices, config.weight_decay)]
-    of_others = [(tables, table_decay), (vectors, 0.0)]
+    of_others = [(embeddings_and_heads, embedding_decay), (vectors, 0.0)]
     if build_for_matrices is build_for_others:
         return [build_for_others(build_parameter_groups(of_matrices + of_others, lr_scale), config)]
     return [
@@ -52,12 +52,12 @@ def build_optimizers(
     ]
 
 
-def split_matrices_tables_vectors(
+def split_parameters(
     model: nn.Module,
 ) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
     """Split parameters into matrices of layers, other matrices (embeddings, heads), and vectors (biases, norms)."""
     matrices: list[NamedParameter] = []
-    tables: list[NamedParameter] = []
+    embeddings_and_heads: list[NamedParameter] = []
     vectors: list[NamedParameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -67,8 +67,8 @@ def split_matrices_tables_vectors(
         elif ".layers." in name:
             matrices.append((name, parameter))
         else:
-            tables.append((name, parameter))
-    return matrices, tables, vectors
+            embeddings_and_heads.append((name, parameter))
+    return matrices, embeddings_and_heads, vectors
 
 
 def build_parameter_groups(

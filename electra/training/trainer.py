@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import CaptureError, GraphedStep
 from electra.kernels.dispatch import disable_largest_kernel, is_out_of_shared_memory
+from electra.kernels.master_weights import MasterWeights
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import CHECKPOINTS, checkpoint_folders
 from electra.signals import collect_stop_signals, wait_for_file
@@ -51,11 +52,11 @@ class TrainingTask(Protocol):
 
     @property
     def model(self) -> nn.Module: ...
+    @property
+    def master_weights(self) -> MasterWeights: ...  # of the model; accumulates gradients in its parameters
     def next_batch(self) -> TrainingBatch: ...
     def losses(self, batch: Any) -> Losses: ...
     def loss_counts(self, batch: Any) -> Counts: ...  # the denominators of the losses, computed without the model
-    def backward(self, loss: Tensor) -> None: ...  # accumulates gradients in the model's parameters
-    def discard_gradients(self) -> None: ...  # also those of a backward pass that failed halfway
     def lr_scale(self, parameter_name: str) -> float: ...  # multiplies the learning rate of that parameter
     def evaluate(self) -> dict[str, float]: ...  # "loss" selects the best checkpoint
     def should_stop(self) -> bool: ...  # before the budget is used up
@@ -80,7 +81,6 @@ class Trainer:
         *,
         seed: int = 0,
         cuda_graphs: bool = False,  # for batches of few different shapes
-        loss_scaling: bool = False,  # for fp16
         quiet: bool = False,
         stop_at: Budget | None = None,  # stop before the end of the budget, which the schedule covers
         world: World | None = None,  # the ranks, which share the rows of each batch
@@ -102,7 +102,7 @@ class Trainer:
         self.settings = settings or {}
         self.optimizers = build_optimizers(task.model, optimizer_config, task.lr_scale)
         self.micro_batches = config.micro_batches  # more if they do not fit into memory
-        self.loss_scaler = LossScaler(device) if loss_scaling else None
+        self.loss_scaler = LossScaler(device) if task.master_weights.needs_loss_scaling else None
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # of the last evaluation
         self.evaluated_step = -1
@@ -126,7 +126,7 @@ class Trainer:
         self.resume(checkpoint)
         self.restart_budget()
 
-    def start_stage(self, checkpoint: Path) -> None:
+    def continue_with_new_optimizer(self, checkpoint: Path) -> None:
         """Continue the data and the step count of a checkpoint with new optimizers and a budget that starts there."""
         state = read_training_state(checkpoint)
         self.task.load_state_dict(state.task)
@@ -227,7 +227,7 @@ class Trainer:
             if self.gradients is not None:  # the other ranks do not repeat the step
                 raise ConfigError(f"not enough memory; use --micro-batches {2 * self.micro_batches}") from None
             self.divide_batches(batch.num_rows)
-            self.task.discard_gradients()
+            self.task.master_weights.discard_gradients()
             self.run_step = self.build_step()
             metrics = self.run_step(batch)
         if self.micro_batches > micro_batches:
@@ -303,7 +303,7 @@ class Trainer:
                 self.divide_batches(batch.num_rows)
             else:
                 self.bar.print_line(f"kernel {kernel}: this GPU has too little shared memory, PyTorch's is used")
-            self.task.discard_gradients()
+            self.task.master_weights.discard_gradients()
             seed_dropout(self.seed, self.state.step, self.world.rank)
 
     def divide_batches(self, rows: int) -> None:
@@ -328,7 +328,7 @@ class Trainer:
         for micro_batch in batch.micro_batches(self.micro_batches):
             losses = self.task.losses(micro_batch)
             total = total_loss(losses, counts)
-            self.task.backward(total if self.loss_scaler is None else total * self.loss_scaler.scale)
+            self.task.master_weights.backward(total if self.loss_scaler is None else total * self.loss_scaler.scale)
             for name, loss in losses.items():
                 mean = loss.sum.detach() / (loss.count if counts is None else counts[name]).clamp(min=1)
                 means[name] = means[name] + mean if name in means else mean

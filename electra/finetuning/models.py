@@ -1,4 +1,4 @@
-"""Task heads, the encoder with one of them, and losses of rows with weights of classes."""
+"""Task models: the encoder with a head; and losses of rows with weights of classes."""
 
 import math
 from collections.abc import Callable

@@ -16,8 +16,8 @@ from electra.data.tokenizer import TextTokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_range
 from electra.finetuning.config import FrozenConfig
 from electra.finetuning.frozen import FrozenEncoder, freeze
-from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import KINDS
+from electra.finetuning.models import TaskModel
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors, read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling
