@@ -15,7 +15,8 @@ from electra.model.electra import Electra
 from electra.model.storage import write_model_into
 from electra.objectives.evaluation import describe_metrics, evaluate, held_out_loss
 from electra.objectives.objectives import OBJECTIVES, Counts, Loss, Losses, ObjectiveContext
-from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
+from electra.pretraining.corrupt import read_corrupted_rows
+from electra.pretraining.held_out import held_out_batches, write_samples_page
 from electra.pretraining.initialize import (
     copy_first_segment_embedding,
     set_initial_weights,

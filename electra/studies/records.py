@@ -9,7 +9,7 @@ from electra.config import build_config
 from electra.data.shards import open_shards
 from electra.model.storage import load_model, read_model_config
 from electra.pretraining.config import CorruptConfig
-from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
+from electra.pretraining.corrupt import read_corrupted_rows, write_corrupted_rows
 from electra.runfolder import file_checksum, write_stored
 from electra.studies.config import StudyConfig
 from electra.studies.runs import StudyRun
