@@ -20,7 +20,7 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.config import CorruptConfig, PretrainConfig
 from electra.pretraining.corrupt import HeldOutRows, read_corrupted_rows, write_corrupted_rows
 from electra.pretraining.held_out import held_out_batches
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World
 from electra.training.logging import read_metrics
