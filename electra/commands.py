@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "corrupt": Command(
         "pretraining.config:CorruptConfig",
-        "pretraining.held_out:write_corrupted_rows",
+        "pretraining.corrupt:write_corrupted_rows",
         "corrupt held-out rows once, to compare runs on",
     ),
     "finetune": Command(

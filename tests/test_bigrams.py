@@ -17,7 +17,7 @@ from electra.pretraining.bigrams import (
     evaluation_samples,
 )
 from electra.pretraining.held_out import held_out_batches
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.serving.inference import load_text_model
 
 

@@ -13,7 +13,6 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from electra.cli import main
 from electra.config import build_config
-from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.exporting.command import ExportConfig, export
@@ -25,11 +24,9 @@ from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import (
-    cooccurrence_vectors,
     read_initial_weights,
     set_cooccurrence_embeddings,
     sinusoidal_table,
-    unigram_frequencies,
 )
 from electra.pretraining.recipes import recipe_settings
 from electra.pretraining.task import PretrainingTask
@@ -423,23 +420,6 @@ def test_sinusoidal_positions_have_the_scale_of_the_default_initialisation(run_c
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)
 
 
-def test_cooccurrence_vectors_are_alike_for_tokens_with_the_same_neighbours(tmp_path):
-    words = ["red", "blue", "car", "bus", "two", "four", "cats", "dogs"]
-    (tmp_path / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, "unused"]) + "\n"
-    )
-    lines = ["red car", "red bus", "blue car", "blue bus", "two cats", "two dogs", "four cats", "four dogs"]
-    (tmp_path / "text.txt").write_text("\n\n".join(lines * 5))
-    paths = {"corpus": f"{tmp_path}/text.txt", "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "shards"}
-    shard(build_config(ShardConfig, **paths, validation_fraction=0, workers=1))
-    vectors = cooccurrence_vectors(open_shards(tmp_path / "shards"), width=4)
-    assert not vectors[[0, 1, 2, 3, 4, 13]].any()  # special tokens, and one that is not in the text
-    unit = torch.nn.functional.normalize(vectors[5:13], dim=1)
-    similarity = dict(zip(words, unit @ unit[words.index("car")], strict=True))
-    assert similarity["bus"] > 0.9
-    assert max(similarity["cats"], similarity["dogs"], similarity["two"]) < 0.5
-
-
 def test_cooccurrence_embeddings_are_set_on_the_device_of_the_model(make_pair, monkeypatch):
     model = make_pair().to("meta")  # where a tensor on the CPU raises an error as on a GPU
     table = model.generator.encoder.embeddings.token.weight
@@ -467,14 +447,3 @@ def test_cooccurrence_embeddings_have_the_scale_of_the_default_initialisation(ru
 def test_cooccurrence_embeddings_are_for_short_runs_on_a_cpu(recipe, size):
     config = build_config(PretrainConfig, data="shards", output="run", recipe=recipe, size=size)
     assert config.init.cooccurrence_embeddings == ((recipe, size) == ("fast", "tiny"))
-
-
-def test_unigram_frequencies_are_sampled_from_all_shards(tmp_path, monkeypatch):
-    for number, word in enumerate("ab"):
-        (tmp_path / f"{number}.txt").write_text(f"{word} " * 9)
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]) + "\n")
-    paths = {"corpus": f"{tmp_path}/?.txt", "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "shards"}
-    shard(build_config(ShardConfig, **paths, shard_megabytes=1e-5, validation_fraction=0, workers=1))
-    monkeypatch.setattr(initialize_module, "UNIGRAM_TOKENS", 10)  # half of the text
-    frequencies = unigram_frequencies(open_shards(tmp_path / "shards"), torch.device("cpu"))
-    assert frequencies.tolist() == [0, 0, 0, 0, 0, 0.5, 0.5]

@@ -33,10 +33,11 @@ from electra.plotting import total_training_loss
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import BudgetConfig, PretrainConfig
 from electra.pretraining.held_out import held_out_batches
-from electra.pretraining.initialize import pair_config, unigram_frequencies
+from electra.pretraining.initialize import pair_config
 from electra.pretraining.phases import plan_phases
 from electra.pretraining.recipes import RECIPES, SIZE_SETTINGS, recipe_settings
 from electra.pretraining.task import PretrainingTask
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import find_model_folder, read_training_state
 from electra.training.distributed import World

@@ -23,7 +23,7 @@ from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.probe_results import Estimate
 from electra.pretraining.config import CorruptConfig
-from electra.pretraining.held_out import write_corrupted_rows
+from electra.pretraining.corrupt import write_corrupted_rows
 from electra.runfolder import read_json, write_stored
 from electra.studies import command as command_module
 from electra.studies import measures as measures_module

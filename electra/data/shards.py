@@ -218,7 +218,7 @@ class ShardFile:
 
 def open_shard_file(path: Path, advice: str = "") -> ShardFile:
     """Map a shard into memory."""
-    if not path.is_file() or not path.stat().st_size:  # of which there is no map
+    if not path.is_file() or not path.stat().st_size:  # mmap refuses an empty file
         raise DataError(f"{path} is missing or empty{advice}")
     with open(path, "rb") as file:
         return ShardFile(mmap(file.fileno(), 0, access=ACCESS_READ), path, advice)

@@ -271,7 +271,7 @@ def check_growth(library: Tokenizer) -> None:
 
 
 def find_replacements(component: Any) -> Iterator[tuple[str, str]]:
-    """What a normalizer or decoder replaces, in order; "" by what takes the place of regular expressions."""
+    """Yield (pattern, replacement) of each Replace and Prepend step; pattern is "" for a regular expression."""
     match component:
         case {"type": "Replace", "pattern": pattern, "content": content}:
             yield pattern.get("String", ""), content

@@ -16,7 +16,7 @@ Size = Literal["tiny", "small", "medium", "base", "large"]
 Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
 EmbeddingPooling = Literal["mean", "cls", "max"]
-"""Those of an embedding, of which no head depends: also the maximum over all tokens."""
+"""Pooling of `electra embed`: also the maximum over tokens."""
 
 MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
 MAX_LAYERS = 1000  # no model is deeper, and millions would be built for hours
@@ -303,8 +303,7 @@ class ModelConfig:
     """Sizes of the models; settings left out are those of --size."""
 
     size: Size = "small"
-    """Size of the discriminator; the generator has as many layers (medium in the recipe fast: 4) and 1/4 to 1/2 of its
-    width."""
+    """Size of the discriminator; the generator follows from it."""
     style: Style = "classic"
     """classic: BERT's and ELECTRA's encoder; modern: ModernBERT's with about as many parameters (pre-norm, rotary
     positions, gated feed-forward, no biases, no token types)."""
@@ -335,7 +334,7 @@ class ModelConfig:
     """Initialise weights with standard deviation 0.02·√(768/width) instead of 0.02 at every width, as released: narrow
     encoders then learn from context sooner."""
     generator_width: int | None = None
-    """Hidden size of the generator, if it is not the size's fraction of the discriminator's."""
+    """Hidden size of the generator; by default 1/4 to 1/2 of the discriminator's, depending on --size."""
     generator_layers: int | None = None
     """Layers of the generator, if they are not as many as the discriminator's."""
 

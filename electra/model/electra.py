@@ -100,6 +100,12 @@ class Generator(MaskedLanguageModel):
     side_stream: GeneratorStream | None = None
     """CUDA stream to run on in training, beside the discriminator."""
 
+    def use_side_stream(self) -> None:
+        """Run beside the discriminator in training, on the current GPU."""
+        from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
+
+        self.side_stream = GeneratorStream()
+
     def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named_inputs: Tensor | None) -> TokenPredictions:
         """As `MaskedLanguageModel.forward`; with a side stream, the predictions run the model when they are sampled."""
         run = partial(super().forward, input_ids, *inputs, **named_inputs)

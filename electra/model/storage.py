@@ -282,7 +282,7 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Check the tokenizer of a folder, if it has one, before it is copied: as all that use it do."""
+    """Raise if a folder's tokenizer cannot be loaded or has more entries than the model."""
     if any((folder / name).is_file() for name in (TOKENIZER_JSON, VOCAB_TXT)):
         load_model_tokenizer(folder, vocab_size)
 

@@ -27,7 +27,7 @@ from electra.objectives.evaluation import (
 )
 from electra.objectives.masking import Masked
 from electra.objectives.objectives import ObjectiveContext
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.token_counts import count_pairs, unigram_frequencies
 
 PSEUDO_COUNTS = (0.5, 2.0, 10.0, 50.0, 200.0)  # of smoothing; the best is taken
 ROWS = 32  # of a batch
@@ -67,10 +67,8 @@ class BigramCounts:
 
 def count_bigrams(shards: Shards) -> BigramCounts:
     """The counts of the training text."""
-    size = shards.tokenizer.vocabulary.size
-    tokens = np.concatenate([part.astype(np.int64) for part in shards.tokens_by_shard("train")])
-    bigrams, counts = np.unique(tokens[:-1] * size + tokens[1:], return_counts=True)
-    return BigramCounts(bigrams, counts, np.bincount(tokens, minlength=size))
+    tokens, size = shards.tokens_by_shard("train"), shards.tokenizer.vocabulary.size
+    return BigramCounts(*count_pairs(tokens, size), np.bincount(np.concatenate(tokens), minlength=size))
 
 
 def evaluation_batches(shards: Shards, length: int, rows: int, packing: Packing = "packed") -> Iterator[Batch]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from electra.data.shards import Shards
@@ -35,17 +33,10 @@ from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
+from electra.pretraining.token_counts import cooccurrence_vectors
 from electra.training.checkpoint import find_model_folder
 
 EMBEDDING_TABLES = ("token", "position", "segment")
-UNIGRAM_TOKENS = 50_000_000
-
-# of embeddings from co-occurrence
-NEIGHBOUR_TOKENS = 10_000_000  # of the text
-WINDOW = 2  # tokens to either side; counts are divided by the distance
-FREQUENCY_EXPONENT = 0.75  # of the neighbours' frequencies, which otherwise favour pairs of rare tokens
-OVERSAMPLING = 16  # further vectors of the subspace iteration
-ITERATIONS = 6
 
 
 def pair_config(config: PretrainConfig, shards: Shards) -> ElectraConfig:
@@ -213,19 +204,6 @@ def load_previous_phase_weights(model: Electra, checkpoint: Path, config: Pretra
         model.discriminator.encoder.load_state_dict(model.require_generator().encoder.state_dict())
 
 
-def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
-    """Relative frequencies of tokens in the training text, special tokens excluded: [V].
-
-    Of a long text they are those of the first tokens of every shard, about UNIGRAM_TOKENS in total.
-    """
-    counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
-    fraction = min(1, UNIGRAM_TOKENS / max(1, shards.index.totals_by_split("tokens")["train"]))
-    for tokens in shards.tokens_by_shard("train", fraction):
-        counts += np.bincount(tokens, minlength=len(counts))
-    counts[list(shards.tokenizer.vocabulary.unmaskable_ids())] = 0
-    return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
-
-
 def set_initial_weights(model: Electra, init: InitConfig, shards: Shards, frequencies: Tensor, is_new: bool) -> None:
     """Set the weights that do not start as noise; of a model that is not new, other weights are loaded later."""
     if init.unigram_output_bias:
@@ -277,11 +255,6 @@ def copy_first_segment_embedding(model: nn.Module) -> None:
             module.segment.weight.copy_(module.segment.weight[:1].expand_as(module.segment.weight))
 
 
-# Embeddings from co-occurrence: the leading eigenvectors of the matrix of positive pointwise mutual information (PPMI)
-# of neighbours, as of count-based word vectors, so that tokens with similar neighbours have similar embeddings before
-# the first step.
-
-
 @torch.no_grad()
 def set_cooccurrence_embeddings(model: Electra, shards: Shards) -> None:
     """Set token embeddings to vectors of co-occurrence with the scale of the default initialisation; special tokens and
@@ -298,48 +271,3 @@ def set_cooccurrence_embeddings(model: Electra, shards: Shards) -> None:
         lengths = own.norm(dim=1, keepdim=True)
         scaled = own / lengths.clamp(min=1e-12) * std * table.shape[1] ** 0.5
         table.copy_(torch.where(lengths > 0, scaled, table))
-
-
-def cooccurrence_vectors(shards: Shards, width: int) -> Tensor:
-    """[V, width], zero for special tokens and tokens without neighbours."""
-    vocabulary = shards.tokenizer.vocabulary
-    matrix = positive_mutual_information(*count_neighbours(shards), vocabulary.size)
-    generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(vocabulary.size, min(width + OVERSAMPLING, vocabulary.size), generator=generator)
-    for _ in range(ITERATIONS):
-        basis = torch.linalg.qr(torch.sparse.mm(matrix, basis)).Q
-    eigenvalues, eigenvectors = torch.linalg.eigh(basis.T @ torch.sparse.mm(matrix, basis))
-    largest = eigenvalues.abs().argsort(descending=True)[:width]
-    vectors = basis @ eigenvectors[:, largest] * eigenvalues[largest].abs().sqrt()
-    is_known = torch.sparse.mm(matrix, torch.ones(vocabulary.size, 1)) > 0
-    is_known[list(vocabulary.unmaskable_ids())] = False
-    vectors = torch.where(is_known, vectors - vectors[is_known.squeeze(1)].mean(0), 0.0) if is_known.any() else vectors
-    return torch.nn.functional.pad(vectors, (0, width - vectors.shape[1]))
-
-
-def count_neighbours(shards: Shards) -> tuple[NDArray, NDArray]:
-    """Pairs of tokens within the window, as first · V + second, and their weighted counts."""
-    size = shards.tokenizer.vocabulary.size
-    fraction = min(1, NEIGHBOUR_TOKENS / max(1, shards.index.totals_by_split("tokens")["train"]))
-    tokens = np.concatenate([part.astype(np.int64) for part in shards.tokens_by_shard("train", fraction)])
-    pairs, counts = [], []
-    for distance in range(1, WINDOW + 1):
-        unique, count = np.unique(tokens[:-distance] * size + tokens[distance:], return_counts=True)
-        pairs.append(unique)
-        counts.append(count / distance)
-    return np.concatenate(pairs), np.concatenate(counts)
-
-
-def positive_mutual_information(pairs: NDArray, counts: NDArray, size: int) -> Tensor:
-    """The symmetric sparse matrix [V, V] of max(0, log p(x, y) / p(x) p(y)), with smoothed frequencies."""
-    first, second = torch.from_numpy(pairs // size), torch.from_numpy(pairs % size)
-    indices = torch.stack([torch.cat([first, second]), torch.cat([second, first])])
-    joint = torch.sparse_coo_tensor(
-        indices, torch.from_numpy(counts).repeat(2), (size, size), check_invariants=True
-    ).coalesce()
-    first, second = joint.indices()
-    totals = torch.zeros(size, dtype=torch.float64).index_add_(0, first, joint.values())
-    smoothed = totals**FREQUENCY_EXPONENT / (totals**FREQUENCY_EXPONENT).sum()
-    ratios = joint.values() ** 2 / (totals[first] * smoothed[second] * totals[second] * smoothed[first])
-    values = (ratios.log() / 2).clamp(min=0).float()
-    return torch.sparse_coo_tensor(joint.indices(), values, (size, size), check_invariants=True).coalesce()

@@ -15,13 +15,11 @@ from electra.model.electra import Electra
 from electra.model.storage import write_model_into
 from electra.objectives.evaluation import describe_metrics, evaluate, held_out_loss
 from electra.objectives.objectives import OBJECTIVES, Counts, Loss, Losses, ObjectiveContext
-from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
-from electra.pretraining.initialize import (
-    copy_first_segment_embedding,
-    set_initial_weights,
-    unigram_frequencies,
-)
+from electra.pretraining.corrupt import read_corrupted_rows
+from electra.pretraining.held_out import held_out_batches, write_samples_page
+from electra.pretraining.initialize import copy_first_segment_embedding, set_initial_weights
 from electra.pretraining.phases import Phase
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.training.distributed import GradientBuffer, World, copy_parameters, shard_model
 from electra.training.hardware import choose_dtype, is_out_of_memory, peak_flops_per_second, should_compile
 
@@ -51,9 +49,7 @@ class PretrainingTask:
         self.corrupted_rows = config.corrupted_rows and read_corrupted_rows(config.corrupted_rows, shards, positions)
         self.context = self.build_objective_context()
         if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
-            from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
-
-            self.master_weights.forward_model.require_generator().side_stream = GeneratorStream()
+            self.master_weights.forward_model.require_generator().use_side_stream()
         is_new = phase.index == 0 and not config.starts_from_weights()
         set_initial_weights(self.model, config.init, shards, self.unigram, is_new)
         self.trains_segments = config.loader.packing != "packed"

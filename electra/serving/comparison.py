@@ -20,7 +20,7 @@ from electra.pretraining.bigrams import (
     bigram_mlm_loss,
     evaluation_samples,
 )
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.serving.inference import Model
 
 SENTENCES = Path(__file__).with_name("replaced_words.jsonl")

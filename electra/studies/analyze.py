@@ -25,7 +25,7 @@ from electra.model.storage import (
 )
 from electra.model.vocabulary_map import VocabularyMap, compute_map
 from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.runfolder import lock_folder, write_file, write_json
 from electra.studies.config import AnalyzeConfig, OutputRecord
 from electra.studies.detection import (

@@ -24,7 +24,7 @@ from electra.objectives.masking import maskable_tokens
 from electra.objectives.objectives import ObjectiveContext
 from electra.pretraining.config import read_phase_settings
 from electra.pretraining.held_out import HELD_OUT_LENGTH
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.studies.config import AnalyzeConfig
 
 ROWS_PER_BATCH = 32

@@ -24,8 +24,8 @@ from electra.finetuning.workers import call_in_process
 from electra.model.storage import load_model, read_model_config
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.config import CorruptConfig
+from electra.pretraining.corrupt import read_corrupted_rows, write_corrupted_rows
 from electra.pretraining.describe import GUESSING_AUC
-from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
 from electra.runfolder import check_same_settings, dump_json, file_checksum, write_stored
 from electra.studies.config import StudyConfig
 from electra.studies.runs import MEASURES, StudyRecord, StudyRun

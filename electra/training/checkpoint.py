@@ -212,7 +212,7 @@ def load_optimizer_states(
 
 
 def check_own_folder(folder: Path, model: str) -> None:
-    """Raise a DataError if a training's folder has files and neither a checkpoint nor its `model`: they are others'."""
+    """Raise a DataError if a training folder has files but no checkpoint and no `model`: they are not ours."""
     if not folder.exists() or checkpoint_folders(folder) or (folder / model / CHECKSUMS).exists():
         return
     metrics = folder / METRICS_FILE

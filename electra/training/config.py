@@ -129,7 +129,7 @@ class HardwareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What torchrun, or another launcher with the same environment variables, started this process as."""
+    """Rank, world size and restarts from torchrun's environment variables."""
 
     rank: int
     world_size: int

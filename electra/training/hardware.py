@@ -214,7 +214,7 @@ def num_idle_teams(num_cpus: int, num_threads: int) -> int:
 
 
 def keep_idle_team(is_ready: threading.Event, end: threading.Event) -> None:
-    """Have a team of OpenMP threads, which ends with the thread that calls this."""
+    """Start a team of OpenMP threads and keep it until `end` is set."""
     try:
         torch.ones(torch.get_num_threads() << 17, dtype=torch.int8, device="cpu").neg_()  # large enough for all threads
     finally:

@@ -15,11 +15,12 @@ from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra
 from electra.model.storage import load_model
 from electra.objectives.evaluation import evaluate
-from electra.pretraining import held_out
+from electra.pretraining import corrupt
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import CorruptConfig, PretrainConfig
-from electra.pretraining.held_out import HeldOutRows, held_out_batches, read_corrupted_rows, write_corrupted_rows
-from electra.pretraining.initialize import unigram_frequencies
+from electra.pretraining.corrupt import HeldOutRows, read_corrupted_rows, write_corrupted_rows
+from electra.pretraining.held_out import held_out_batches
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World
 from electra.training.logging import read_metrics
@@ -45,7 +46,7 @@ def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_c
 
 @pytest.mark.parametrize(("rows", "rows_per_batch"), [(20, [20]), (50, [32, 18]), (51, [32, 19]), (64, [32, 32])])
 def test_as_many_rows_are_written_as_asked_for(corrupt_config, shards, monkeypatch, rows, rows_per_batch):
-    monkeypatch.setattr(held_out, "CORRUPTED_ROWS_PER_BATCH", 32)
+    monkeypatch.setattr(corrupt, "CORRUPTED_ROWS_PER_BATCH", 32)
     source = HeldOutRows(rows=rows, length=16, packing="packed")
     assert [batch.num_rows for batch in source.read(open_shards(shards), torch.device("cpu"))] == rows_per_batch
     result = write_corrupted_rows(corrupt_config(rows=rows))
