@@ -3,8 +3,8 @@
     python benchmarks/screening.py --data shards --glue glue --minutes 3 --output study [--runs 0 1 2] [--overlap]
 
 Each run changes about half of the settings together, so that every effect, the mean with a setting minus the mean
-without it, is estimated from all twelve runs: with 0.5 points between pre-training seeds its standard error is 0.3,
-where a comparison of two runs has 0.7. The price: an effect is the mean over the levels of the other settings, and
+without it, is estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35,
+where a comparison of two runs has 0.85. The price: an effect is the mean over the levels of the other settings, and
 interactions of two settings are spread over the effects of the others. Run 0 has the defaults; all suit --size small.
 
 The runs are those of `electra study compare` in --output: what is finished there is not run again, and --runs trains

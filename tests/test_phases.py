@@ -354,7 +354,7 @@ def test_a_phase_stacks_the_layers_of_the_discriminator(run_config, capsys):
     assert [(model.discriminator.layers, model.generator.layers) for model in models] == [(2, 3), (4, 3)]
 
 
-def test_phases_of_one_size_are_a_stage(run_config, shards):
+def test_phases_of_one_size_share_an_optimizer(run_config, shards):
     phases = ("layers=1,width=16", "layers=1,width=16,length=8", "layers=2,width=16", "width=16", "layers=4")
     planned = plan_and_check_phases(run_config(phases=phases, layers=4, embedding_width=8), open_shards(shards))
     sizes = [(phase.model.discriminator.layers, phase.model.discriminator.width) for phase in planned]
@@ -396,7 +396,7 @@ def test_a_run_with_phases_is_not_extended(run_config):
 
 
 @pytest.mark.parametrize("phases", [WIDENED, STACKED], ids=["widened", "stacked"])
-def test_a_stage_of_another_size_has_its_own_schedule(run_config, phases):
+def test_a_phase_of_another_size_has_its_own_schedule(run_config, phases):
     config = run_config(**phases, log_every=1, warmup=0.0, evaluate_every=100)
     pretrain(config)
     rates = [line["learning_rate"] / config.optimizer.learning_rate for line in metrics(config.output, "train")]

@@ -227,8 +227,8 @@ def test_the_probe_compares_the_runs(finished_styles, tmp_path, study_config, no
     config = study_config("styles", output=finished_styles, **probe)
     result = study(config)
     assert all(0 <= each.probe.mean <= 1 for each in result.settings)
-    assert result.settings[1].difference.error > 0.7  # √2 · 0.5: two runs of one seed each
-    assert "assumed standard deviation of 0.5 points" in result.verdict
+    assert result.settings[1].difference.error > 0.84  # √2 · 0.6: two runs of one seed each
+    assert "assumed standard deviation of 0.6 points" in result.verdict
     assert len((finished_styles / "probe.jsonl").read_text().splitlines()) == 2 * 5
     assert study(config).settings == result.settings
     estimate = study(replace(config, dry_run=True, seeds=2))
@@ -409,7 +409,23 @@ def test_a_crashed_process_is_started_once_more(study_config, monkeypatch, tmp_p
     results = {run.name: error for run, error in train_on_gpus(runs, ["0"], tmp_path)}
     assert started == [names[0], names[0], names[1], names[1], names[2]]
     assert results == {names[0]: "electra pretrain ended with exit code 1", names[1]: None, names[2]: None}
-    assert capsys.readouterr().err.count("electra pretrain ended with exit code 1; started once more") == 2
+    messages = [line for line in capsys.readouterr().err.splitlines() if "started once more" in line]
+    assert [line.split(":")[0] for line in messages] == names[:2]
+
+
+@pytest.mark.parametrize("code", [143, 130, -15])
+def test_a_run_that_was_stopped_by_a_signal_is_not_started_again(study_config, monkeypatch, tmp_path, code):
+    started: list[str] = []
+
+    def start(run, gpu, output, log):
+        started.append(run.name)
+        end = f"raise SystemExit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
+        return start_python(end, run, output)
+
+    monkeypatch.setattr(runs_module, "start_run", start)
+    [run] = plan_runs(STUDIES["objectives"], study_config("objectives"))[:1]
+    assert list(train_on_gpus([run], ["0"], tmp_path)) == [(run, f"electra pretrain ended with exit code {code}")]
+    assert started == [run.name]
 
 
 def test_with_overlap_each_gpu_has_one_run_before_any_has_two(study_config, monkeypatch, tmp_path):
@@ -669,9 +685,9 @@ def test_a_difference_counts_if_it_exceeds_its_error_by_far():
 
 def test_few_degrees_of_freedom_need_more_standard_errors():
     stats = pytest.importorskip("scipy.stats")
-    for degrees in range(1, 100):
+    for degrees in range(10, 100):
         exact = stats.t.ppf(0.975, degrees)
-        assert exact - 0.05 < student_quantile(degrees) < exact + 0.11
+        assert exact - 0.005 < student_quantile(degrees) < exact + 0.1
 
 
 def test_encoders_that_learnt_nothing_are_not_judged():
@@ -693,12 +709,12 @@ def test_encoders_that_learnt_nothing_are_not_judged():
 
 @pytest.mark.parametrize(("score", "verdict"), [(0.5, "holds"), (0.585, "within noise"), (0.7, "reversed")])
 def test_orderings_are_judged_by_the_probe(score, verdict):
-    """One seed each: the error of the difference is √2 · 0.5 points, because both have the same folds."""
+    """One seed each: the error of the difference is √2 · 0.6 points, because both have the same folds."""
     result = summarize_study("x", STUDY, [measured(A, 0, 0.6), measured(B, 0, score)], [], {})
     [ordering] = result.orderings
     assert ordering.verdict == verdict
     assert ordering.difference.mean == pytest.approx(60 - 100 * score)
-    assert ordering.difference.error == pytest.approx(0.5 * 2**0.5)
+    assert ordering.difference.error == pytest.approx(0.6 * 2**0.5)
     assert ordering.describe().endswith("paper: 85.0 and 82.0)")
     assert result.settings[1].difference.mean == pytest.approx(100 * score - 60)
 
@@ -718,13 +734,13 @@ def test_the_paragraph_counts_the_verdicts():
     ]
     text = describe_orderings([result.orderings[0] for result in results], 2.0)
     assert "2 orderings, by the probe: confirmed 1, reversed 1, within noise 0" in text
-    assert "Hold here: a above b (+10.00 ± 0.71; paper: 85.0 and 82.0)." in text
-    assert "Reversed here: a above b (-10.00 ± 0.71; paper: 85.0 and 82.0)." in text
+    assert "Hold here: a above b (+10.00 ± 0.85; paper: 85.0 and 82.0)." in text
+    assert "Reversed here: a above b (-10.00 ± 0.85; paper: 85.0 and 82.0)." in text
 
 
 def test_without_an_ordering_in_the_paper_settings_are_compared_with_the_first():
     result = summarize_study("x", replace(STUDY, orderings=[]), [measured(A, 0, 0.6), measured(B, 0, 0.7)], [], {})
-    assert "Better than a: b (+10.00 ± 0.71)." in result.verdict
+    assert "Better than a: b (+10.00 ± 0.85)." in result.verdict
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

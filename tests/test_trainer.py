@@ -235,7 +235,7 @@ def test_a_nonfinite_step_changes_no_weight_and_is_counted(make_trainer):
     assert all(weight.isfinite().all() for weight in task.weights())
 
 
-def test_nonfinite_steps_of_earlier_stages_are_counted(make_trainer):
+def test_nonfinite_steps_of_earlier_phases_are_counted(make_trainer):
     checkpoint = Path(make_trainer(ToyTask(nonfinite=(3,)), steps=5).train().checkpoint)
     phase = make_trainer(ToyTask(nonfinite=(8,)), steps=5, folder="phase")
     phase.continue_with_new_optimizer(checkpoint)

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from electra.data import wordpiece
 from electra.data.tokenizer import build_wordpiece_tokenizer
-from electra.data.wordpiece import CachedWordPieceTokenizer, LibraryTokenizer, create_fast_tokenizer
+from electra.data.wordpiece import CachedWordPieceTokenizer, DocumentTokenizer, create_document_tokenizer
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = [*"abcdefghijklmnopqrstuvwxyzABCXYZéÉßæ[]#.,-'=中文字12·", "ing", "the", "\u0301", "mask", "[MASK", "ß"]
@@ -32,8 +32,8 @@ SETTINGS = [
 ]
 PAIRS = [
     (
-        create_fast_tokenizer(build_wordpiece_tokenizer(TOKENS, **each)),
-        LibraryTokenizer(build_wordpiece_tokenizer(TOKENS, **each)),
+        create_document_tokenizer(build_wordpiece_tokenizer(TOKENS, **each)),
+        DocumentTokenizer(build_wordpiece_tokenizer(TOKENS, **each)),
     )
     for each in SETTINGS
 ]
@@ -42,7 +42,7 @@ for _, reference in PAIRS:
 
 
 def lowercase_tokenizer() -> CachedWordPieceTokenizer:
-    return create_fast_tokenizer(build_wordpiece_tokenizer(TOKENS, lowercase=True))
+    return create_document_tokenizer(build_wordpiece_tokenizer(TOKENS, lowercase=True))
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
@@ -100,14 +100,14 @@ def test_a_document_ends_with_sep_and_is_empty_without_tokens():
 
 def test_ids_of_large_vocabularies_take_four_bytes():
     tokens = [*TOKENS, *(f"w{number}" for number in range(70_000))]
-    fast = create_fast_tokenizer(build_wordpiece_tokenizer(tokens, lowercase=True))
+    fast = create_document_tokenizer(build_wordpiece_tokenizer(tokens, lowercase=True))
     assert array("I", fast.encode([b"w69999"])[0]).tolist() == [len(tokens) - 1, 3]
 
 
 def test_a_tokenizer_with_added_tokens_is_not_cached():
     tokenizer = build_wordpiece_tokenizer(TOKENS, lowercase=True)
     tokenizer.library.add_tokens([AddedToken("new york")])
-    fast = create_fast_tokenizer(tokenizer)
-    assert type(fast) is LibraryTokenizer
+    fast = create_document_tokenizer(tokenizer)
+    assert type(fast) is DocumentTokenizer
     ids = array("H", fast.encode([b"new york [MASK]"])[0])
     assert [tokenizer.library.id_to_token(number) for number in ids] == ["new york", "[", "mask", "]", "[SEP]"]

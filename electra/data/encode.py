@@ -25,7 +25,7 @@ from electra.data.shards import (
     shard_file_name,
 )
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import LibraryTokenizer, create_fast_tokenizer
+from electra.data.wordpiece import DocumentTokenizer, create_document_tokenizer
 from electra.errors import report_panics
 
 MAX_UNK_WORDS = 1000
@@ -86,15 +86,15 @@ class EncodeSettings:
 
 
 @lru_cache(maxsize=1)
-def cached_tokenizer(tokenizer: str, special_tokens: tuple[tuple[str, str], ...]) -> LibraryTokenizer:
+def cached_document_tokenizer(tokenizer: str, special_tokens: tuple[tuple[str, str], ...]) -> DocumentTokenizer:
     """The worker's tokenizer, whose word cache is kept from shard to shard."""
-    return create_fast_tokenizer(TextTokenizer(Tokenizer.from_str(tokenizer), special_tokens))
+    return create_document_tokenizer(TextTokenizer(Tokenizer.from_str(tokenizer), special_tokens))
 
 
 @report_panics()
 def encode_shard(settings: EncodeSettings, text: ShardText) -> EncodedShard:
     """Encode the text of one shard; runs in a worker."""
-    tokenizer = cached_tokenizer(settings.tokenizer, settings.special_tokens)
+    tokenizer = cached_document_tokenizer(settings.tokenizer, settings.special_tokens)
     tokenizer.unk_words.clear()
     stats = ReadStats()
     dtype = np.dtype(tokenizer.typecode)
@@ -113,7 +113,7 @@ def encode_shard(settings: EncodeSettings, text: ShardText) -> EncodedShard:
 
 
 def encode_documents_by_split(
-    settings: EncodeSettings, tokenizer: LibraryTokenizer, text: ShardText, stats: ReadStats
+    settings: EncodeSettings, tokenizer: DocumentTokenizer, text: ShardText, stats: ReadStats
 ) -> dict[Split, list[bytes]]:
     """The ids of each document by split."""
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}

@@ -1,4 +1,4 @@
-"""Fast tokenizers: documents to token ids, as the bytes that shards store.
+"""Tokenizers of documents: text to token ids, as the bytes that shards store.
 
 Every document ends with [SEP]. Special tokens written in the text are not recognised: "[MASK]" is encoded as "[",
 "mask", "]".
@@ -32,16 +32,16 @@ LONG_TEXT_BYTES = 1 << 20
 """The words of a longer text are iterated over instead of listed, to save memory."""
 
 
-def create_fast_tokenizer(tokenizer: TextTokenizer) -> LibraryTokenizer:
+def create_document_tokenizer(tokenizer: TextTokenizer) -> DocumentTokenizer:
     """The fastest tokenizer that produces the same ids."""
     tokenizer.library.encode_special_tokens = True
     normalizer = tokenizer.component_settings["normalizer"] or {}
     has_added_words = any(not token.special for token in tokenizer.library.get_added_tokens_decoder().values())
     is_word_by_word = tokenizer.is_bert_wordpiece() and normalizer["clean_text"] and not has_added_words
-    return CachedWordPieceTokenizer(tokenizer) if is_word_by_word else LibraryTokenizer(tokenizer)
+    return CachedWordPieceTokenizer(tokenizer) if is_word_by_word else DocumentTokenizer(tokenizer)
 
 
-class LibraryTokenizer:
+class DocumentTokenizer:
     """Encodes whole documents with the tokenizers library; correct for every tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -62,7 +62,7 @@ class LibraryTokenizer:
         return array(self.typecode, ids).tobytes()
 
 
-class CachedWordPieceTokenizer(LibraryTokenizer):
+class CachedWordPieceTokenizer(DocumentTokenizer):
     """Encodes with BERT's WordPiece tokenizers several times as fast, by encoding each distinct word once.
 
     BERT's normalizer and WordPiece never look across a space, an ASCII punctuation mark or a Chinese character, so the

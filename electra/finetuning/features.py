@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import create_fast_tokenizer
+from electra.data.wordpiece import create_document_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.tasks import Examples
 from electra.kernels.dispatch import call_without_large_kernels
@@ -195,15 +195,15 @@ def split_into_windows(text: NDArray, length: int, count: int) -> list[NDArray]:
 
 def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     """The token ids of each text, without special tokens."""
-    fast = cached_tokenizer(tokenizer)
-    dtype = np.dtype(fast.typecode)
-    ids = [np.frombuffer(ids, dtype)[:-1] for ids in fast.encode([text.encode() for text in texts])]
-    fast.unk_words.clear()  # would grow with a file
+    document_tokenizer = cached_document_tokenizer(tokenizer)
+    dtype = np.dtype(document_tokenizer.typecode)
+    ids = [np.frombuffer(ids, dtype)[:-1] for ids in document_tokenizer.encode([text.encode() for text in texts])]
+    document_tokenizer.unk_words.clear()  # would grow with a file
     return ids
 
 
-cached_tokenizer = lru_cache(maxsize=1)(create_fast_tokenizer)
-"""The fast tokenizer with the same ids, which caches words: chunks of a file share it."""
+cached_document_tokenizer = lru_cache(maxsize=1)(create_document_tokenizer)
+"""Caches words: chunks of a file share it."""
 
 
 def truncated_lengths(lengths: list[int], max_tokens: int) -> list[int]:

@@ -215,12 +215,11 @@ class ElectraConfig:
         parts = {"generator": self.generator, "discriminator": self.discriminator}
         return {part: encoder for part, encoder in parts.items() if encoder is not None}
 
-    def with_dropout(self, dropout: float | None, generator_dropout: float | None = None) -> ElectraConfig:
-        """The pair with another dropout, perhaps a different one in the generator; None keeps its own."""
-        of_generator = dropout if generator_dropout is None else generator_dropout
+    def with_dropout(self, dropout: float | None) -> ElectraConfig:
+        """The pair with another dropout; None keeps its own."""
         return replace(
             self,
-            generator=self.generator and self.generator.with_dropout(of_generator),
+            generator=self.generator and self.generator.with_dropout(dropout),
             discriminator=self.discriminator and self.discriminator.with_dropout(dropout),
         )
 

@@ -43,12 +43,12 @@ class TokenPredictions:
         self,
         labels: Tensor,
         weights: Tensor,
-        row_keys: Callable[[Purpose], Tensor],
+        keys_for: Callable[[Purpose], Tensor],
         temperature: float = 1.0,
         disallow_correct: bool = False,
     ) -> Tensor:
-        """Tokens [B, M] sampled with the `row_keys` of each purpose; `labels` and `weights` as in `mlm_loss_sum`."""
-        keys = row_keys(Purpose.SAMPLE_BLOCK), row_keys(Purpose.SAMPLE_TOKEN)
+        """Tokens [B, M] sampled with the random keys of each purpose; `labels` and `weights` as in `mlm_loss_sum`."""
+        keys = keys_for(Purpose.SAMPLE_BLOCK), keys_for(Purpose.SAMPLE_TOKEN)
         if temperature == 1 and not disallow_correct and self.can_fuse():
             losses, sampled = mlm_loss_and_sample(self.states, self.table, self.bias, labels, *keys)
             self.cached_loss = (losses * weights).sum()

@@ -197,11 +197,11 @@ def predict_masked(
 
 def sample(predictions: TokenPredictions | None, masked: Masked, batch: Batch, context: ObjectiveContext) -> Tensor:
     """x̂ ~ p_G, a replacement for each masked token [B, M]."""
-    config, row_keys = context.objective, partial(batch.random_keys, context.seed)
+    config, keys_for = context.objective, partial(batch.random_keys, context.seed)
     if predictions is None:
         assert context.frequencies is not None
-        return sample_from_frequencies(context.frequencies, row_keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
-    return predictions.sample(masked.labels, masked.weights, row_keys, config.temperature, config.disallow_correct)
+        return sample_from_frequencies(context.frequencies, keys_for(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
+    return predictions.sample(masked.labels, masked.weights, keys_for, config.temperature, config.disallow_correct)
 
 
 def corrupt(

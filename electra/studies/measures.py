@@ -37,9 +37,9 @@ PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `StudyRecord.fixed_rtd`
 CORRUPTED_ROWS, NUM_CORRUPTED_ROWS = "corrupted.safetensors", 4096
 UNIGRAM_RTD_AUC = "unigram_rtd_auc"  # of all discriminators
-PRETRAINING_SD = 0.005
-"""Assumed, of the probe's mean between pre-training seeds: 0.4 points were measured with five pairs of runs of three
-minutes (docs/studies.md), and 0.6 of the GLUE score with 14 ELECTRA-Small models of richarddwang/electra_pytorch."""
+PRETRAINING_SD = 0.006
+"""Assumed, of the probe's mean between pre-training seeds: that of the GLUE scores of 14 ELECTRA-Small models, which
+richarddwang/electra_pytorch reports."""
 ASSUMED_DEGREES = 10  # of freedom, that PRETRAINING_SD counts as beside what a study measures with few seeds
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
@@ -246,8 +246,8 @@ def read_default_results(runs: list[StudyRun], config: StudyConfig) -> list[Prob
     ]
 
 
-# Standard errors: that of the probe, which does not shrink with pre-training seeds because all share its rows, and
-# that of pre-training seeds, whose variance is pooled over the settings of a study.
+# Standard errors: that of the probe, of which the part that all runs share stays with more pre-training seeds, and that
+# of pre-training seeds, whose variance is pooled over the settings of a study.
 
 
 def pooled_variance(groups: list[list[float]], assumed: float = 0.0, assumed_degrees: int = 0) -> float | None:

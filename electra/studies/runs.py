@@ -32,6 +32,7 @@ from electra.runfolder import (
     read_stored,
     write_file,
 )
+from electra.signals import STOP_SIGNALS
 from electra.studies.config import StudyConfig
 from electra.studies.studies import SET_BY_STUDY, Study, StudySetting
 from electra.training.checkpoint import find_model_folder
@@ -39,7 +40,7 @@ from electra.training.hardware import choose_device
 
 RUNS, LOGS, MEASURES = "runs", "logs", "measures"
 POLL_SECONDS = 0.2
-ERROR_CODE = 2  # exit code of electra pretrain after an error that would occur again
+ERROR_CODE = 2  # exit code after an error with a message: of settings or files, which a second attempt does not change
 UNUSED_DATA = Path("shards")  # of runs that are only summarized
 DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000, "save_every": 4000}  # disk space and time
 
@@ -285,8 +286,9 @@ def train_on_gpus(
     runs: list[StudyRun], gpus: list[str], output: Path, overlap: bool = False
 ) -> Iterator[tuple[StudyRun, str | None]]:
     """Train each run in a process of its own, at most one on each GPU; yields each with its error when it ends. With
-    `overlap`, a second process of each GPU is ready to train when the first one ends. A process that was killed or
-    crashed, perhaps by an error of the GPU, is started once more and continues from the run's last checkpoint.
+    `overlap`, a second process of each GPU is ready to train when the first one ends. A process that crashed,
+    perhaps by an error of the GPU, is started once more and continues from the run's last checkpoint; one that was
+    stopped by a signal is not.
 
     One process cannot train all of them: torch compiles a function for a few models only and then runs it eagerly."""
     pending, restarted = list(runs), set[str]()
@@ -310,10 +312,12 @@ def train_on_gpus(
                     if (code := each.process.poll()) is None:
                         continue
                     processes.remove(each)
-                    if code in (0, ERROR_CODE) or each.run.name in restarted:
+                    is_stopped = code - 128 in STOP_SIGNALS or -code in STOP_SIGNALS
+                    if code in (0, ERROR_CODE) or is_stopped or each.run.name in restarted:
                         yield each.run, describe_failure(each, output, code) if code else None
                     else:
-                        print(f"{describe_failure(each, output, code)}; started once more", file=sys.stderr, flush=True)
+                        failure = f"{each.run.name}: {describe_failure(each, output, code)}"
+                        print(f"{failure}; started once more", file=sys.stderr, flush=True)
                         restarted.add(each.run.name)
                         pending.insert(0, each.run)
 
