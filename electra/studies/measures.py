@@ -5,15 +5,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from electra.config import build_config
-from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import ProbeConfig, TuningConfig
 from electra.finetuning.metrics import none_to_nan
@@ -21,21 +18,16 @@ from electra.finetuning.probe import FOLDS, SLICED_TASKS, parse_settings, run_pr
 from electra.finetuning.probe_results import Estimate, ProbeResult, estimate_mean_of_tasks, read_results, score_arrays
 from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.finetuning.workers import call_in_process
-from electra.model.storage import load_model, read_model_config
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
-from electra.pretraining.config import CorruptConfig
-from electra.pretraining.corrupt import read_corrupted_rows, write_corrupted_rows
 from electra.pretraining.describe import GUESSING_AUC
-from electra.runfolder import check_same_settings, dump_json, file_checksum, write_stored
+from electra.runfolder import check_same_settings, dump_json, file_checksum
 from electra.studies.config import StudyConfig
+from electra.studies.records import corrupted_rows_file, find_corrupted_rows, record_run
 from electra.studies.runs import MEASURES, StudyRecord, StudyRun
-from electra.training.checkpoint import find_model_folder
-from electra.training.distributed import World
 from electra.training.hardware import choose_device
 
 PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `StudyRecord.fixed_rtd`
-CORRUPTED_ROWS, NUM_CORRUPTED_ROWS = "corrupted.safetensors", 4096
 UNIGRAM_RTD_AUC = "unigram_rtd_auc"  # of all discriminators
 PRETRAINING_SD = 0.006
 """Assumed, of the probe's mean between pre-training seeds: that of the GLUE scores of 14 ELECTRA-Small models, which
@@ -135,53 +127,6 @@ def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
         for run in runs
         if run not in present and finished[run.name] < wanted
     }
-
-
-def find_corrupted_rows(runs: list[StudyRun], config: StudyConfig) -> Path | None:
-    """The file of corrupted rows; if it is missing, it is made with the first of the runs that has a generator, and
-    None if there is no such run."""
-    path = corrupted_rows_file(config)
-    if not path.exists():
-        with_generator = (run for run in runs if read_model_config(find_model_folder(run.folder)).generator is not None)
-        first = next(with_generator, None)
-        if first is None:
-            return None
-        packing = "examples" if first.config.loader.packing == "examples" else "packed"
-        write_corrupted_rows(
-            build_config(
-                CorruptConfig,
-                model=first.folder,
-                data=config.data,
-                output=path,
-                rows=NUM_CORRUPTED_ROWS,
-                packing=packing,
-                device=config.device,
-            )
-        )
-    return path
-
-
-def corrupted_rows_file(config: StudyConfig) -> Path:
-    return config.corrupted_rows or config.output / CORRUPTED_ROWS
-
-
-@torch.no_grad()
-def record_run(run: StudyRun, rows: Path | None, config: StudyConfig) -> None:
-    """Store the record of a finished run, with the metrics of its discriminator on the corrupted rows."""
-    checksum = None if rows is None else file_checksum(rows)
-    stored = run.read_record()
-    if stored is not None and stored.corrupted_rows == checksum:
-        return
-    metrics: dict[str, float | None] = {}
-    if rows is not None:
-        assert config.data is not None
-        shards, device = open_shards(config.data), choose_device(config.device)
-        electra = load_model(find_model_folder(run.folder)).float().to(device).eval()
-        positions = min(encoder.positions for encoder in electra.config.encoder_configs().values())
-        metrics |= read_corrupted_rows(rows, shards, positions).evaluate(electra, shards.tokenizer, World(device))
-    run.record_file.parent.mkdir(exist_ok=True)
-    record = replace(stored or run.build_record(), corrupted_rows=checksum, fixed_rtd=metrics)
-    write_stored(run.record_file, asdict(record))
 
 
 def finetunings_per_run(config: StudyConfig) -> int:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from electra.config import build_config, flat_defaults, flat_values, replace_settings
 from electra.data.shards import Shards
 from electra.errors import ConfigError, TrainingError, format_count
-from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
+from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, is_stopped, visible_gpus
 from electra.model.storage import read_model_config
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
@@ -32,7 +32,6 @@ from electra.runfolder import (
     read_stored,
     write_file,
 )
-from electra.signals import STOP_SIGNALS
 from electra.studies.config import StudyConfig
 from electra.studies.studies import SET_BY_STUDY, Study, StudySetting
 from electra.training.checkpoint import find_model_folder
@@ -312,8 +311,7 @@ def train_on_gpus(
                     if (code := each.process.poll()) is None:
                         continue
                     processes.remove(each)
-                    is_stopped = code - 128 in STOP_SIGNALS or -code in STOP_SIGNALS
-                    if code in (0, ERROR_CODE) or is_stopped or each.run.name in restarted:
+                    if code in (0, ERROR_CODE) or is_stopped(code) or each.run.name in restarted:
                         yield each.run, describe_failure(each, output, code) if code else None
                     else:
                         failure = f"{each.run.name}: {describe_failure(each, output, code)}"
