@@ -63,12 +63,19 @@ def test_sharing_all_makes_the_generator_as_large_as_the_discriminator():
         ({"positions": 10**30}, "it must be at least 1 and at most 2147483647"),
         ({"heads": 3}, "width is 256, not a multiple of 3 heads; try 255"),
         ({"sharing": "all", "generator_width": 64}, "the generator has 64 and the discriminator 256"),
+        ({"sharing": "all", "generator_dropout": 0.0}, "the same dropout in both models"),
         ({"global_attention_every": 3}, "global_attention_every is 3, but only --style modern has it"),
     ],
 )
 def test_settings_that_do_not_make_a_model_are_an_error(settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**settings).electra_config()
+
+
+def test_the_generator_may_have_another_dropout():
+    pair = ModelConfig(dropout=0.1, generator_dropout=0.0).electra_config()
+    assert (pair.generator.dropout, pair.generator.attention_dropout) == (0.0, 0.0)
+    assert (pair.discriminator.dropout, pair.discriminator.attention_dropout) == (0.1, 0.1)
 
 
 def test_init_std_is_constant_or_scaled_by_width():

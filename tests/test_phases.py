@@ -163,6 +163,12 @@ def test_contradictory_settings_are_reported(run_config, shards, settings, messa
         plan_and_check_phases(run_config(**settings), open_shards(shards))
 
 
+def test_phases_keep_another_dropout_of_the_generator(run_config, shards):
+    phases = plan_and_check_phases(run_config(**TWO_STAGE, dropout=0.2, generator_dropout=0.1), open_shards(shards))
+    assert [phase.model.generator.dropout for phase in phases] == [0.1, 0.1]
+    assert phases[1].model.discriminator.dropout == 0.2
+
+
 def test_contradictory_flags_end_with_one_sentence_and_no_run(shards, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(f"pretrain --data {shards} --output {tmp_path}/run --steps 80 {SMALL} --phases colour=blue".split())

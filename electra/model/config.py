@@ -215,11 +215,12 @@ class ElectraConfig:
         parts = {"generator": self.generator, "discriminator": self.discriminator}
         return {part: encoder for part, encoder in parts.items() if encoder is not None}
 
-    def with_dropout(self, dropout: float | None) -> ElectraConfig:
-        """The pair with another dropout; None keeps its own."""
+    def with_dropout(self, dropout: float | None, generator_dropout: float | None = None) -> ElectraConfig:
+        """The pair with another dropout, perhaps a different one in the generator; None keeps its own."""
+        of_generator = dropout if generator_dropout is None else generator_dropout
         return replace(
             self,
-            generator=self.generator and self.generator.with_dropout(dropout),
+            generator=self.generator and self.generator.with_dropout(of_generator),
             discriminator=self.discriminator and self.discriminator.with_dropout(dropout),
         )
 
@@ -332,6 +333,8 @@ class ModelConfig:
     scale_init_by_width: bool = False
     """Initialise weights with standard deviation 0.02·√(768/width) instead of 0.02 at every width, as released: narrow
     encoders then learn from context sooner."""
+    generator_dropout: float | None = None
+    """Dropout of the generator, if it is not the discriminator's: narrow generators hardly learn with dropout."""
     generator_width: int | None = None
     """Hidden size of the generator; by default 1/4 to 1/2 of the discriminator's, depending on --size."""
     generator_layers: int | None = None
@@ -361,6 +364,8 @@ class ModelConfig:
         width = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * width_ratio))
         width = width if self.generator_width is None else self.generator_width
         sizes: dict[str, Any] = {"layers": layers}
+        if self.generator_dropout is not None:
+            sizes |= {"dropout": self.generator_dropout, "attention_dropout": self.generator_dropout}
         if width != discriminator.width:
             feedforward = (
                 gated_feedforward_width(4 * width) if discriminator.is_modern() else 4 * width

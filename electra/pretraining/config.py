@@ -263,7 +263,7 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
 def inherited_settings() -> list[str]:
     """The settings that a branch takes from its trunk's config.json; its schedule is a new one."""
     configs = (OptimizerConfig, MaskingConfig, ObjectiveConfig)
-    names = ["recipe", "dropout", "batch_size", "cross_document_attention"]
+    names = ["recipe", "dropout", "generator_dropout", "batch_size", "cross_document_attention"]
     names += [name for each in configs for name in settings_by_name(each)]
     return [name for name in names if name not in ("schedule", "warmup", "decay_fraction", "objective")]
 

@@ -65,7 +65,7 @@ def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int)
             raise ConfigError(
                 f"--generator-width and --generator-layers cannot change the generator of {source}; leave them out"
             )
-        generator = read_generator_config(source).with_dropout(model.dropout)
+        generator = read_generator_config(source).with_dropout(model.dropout).with_dropout(model.generator_dropout)
     return ElectraConfig(generator=generator, discriminator=discriminator, sharing=model.sharing)
 
 

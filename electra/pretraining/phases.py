@@ -193,7 +193,8 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
         encoder.check_length(max(config.loader.length for config in configs))
     return [
         model_config_for_objective(
-            with_phase_size(pair, config.model).with_dropout(config.model.dropout), config.objective
+            with_phase_size(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
+            config.objective,
         )
         for config in configs
     ]
