@@ -1,14 +1,18 @@
 """Which of eleven settings of pre-training improve the probe: a Plackett-Burman design of twelve runs.
 
     python benchmarks/screening.py --data shards --glue glue --minutes 3 --output study [--runs 0 1 2] [--overlap]
+    python benchmarks/screening.py --minutes 3 --output study --summarize     # trains nothing
 
-Each run changes about half of the settings together, so that every effect, the mean with a setting minus the mean
-without it, is estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35,
-where a comparison of two runs has 0.85. The price: an effect is the mean over the levels of the other settings, and
+Each run changes about half of the settings together, so that every effect, the difference that a setting makes, is
+estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35, where a
+comparison of two runs has 0.85. The price: an effect is the mean over the levels of the other settings, and
 interactions of two settings are spread over the effects of the others. Run 0 has the defaults; all suit --size small.
 
+Effects are estimated by least squares with a normal prior of mean 0 and a standard deviation of --prior points, which
+also allows fewer than twelve runs: what they cannot tell apart is divided among the settings.
+
 The runs are those of `electra study compare` in --output: what is finished there is not run again, and --runs trains
-some of them now. The effects are printed when all twelve are finished.
+some of them now.
 """
 
 import argparse
@@ -24,7 +28,7 @@ from numpy.typing import NDArray
 
 from electra.config import build_config
 from electra.finetuning.glue import markdown_table
-from electra.finetuning.probe_results import Estimate, estimate_mean, estimate_mean_of_tasks, read_results, score_arrays
+from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
 from electra.pretraining.config import PretrainConfig
 from electra.studies.measures import PRETRAINING_SD, PROBE
 
@@ -91,7 +95,9 @@ def run_study(runs: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
     rows = design()
     settings = [word for run in runs for word in (f"run-{run}", *pretraining_settings(rows[run]))]
     command = [sys.executable, "-m", "electra", "study", "compare", "--settings", *settings, "--json"]
-    command += ["--data", arguments.data, "--glue", arguments.glue, "--output", arguments.output]
+    command += ["--output", arguments.output]
+    command += ["--data", arguments.data] if arguments.data else []
+    command += ["--glue", arguments.glue] if arguments.glue else []
     command += ["--minutes", arguments.minutes] if arguments.steps is None else ["--steps", arguments.steps]
     command += ["--pretraining", *arguments.pretraining] if arguments.pretraining else []
     command += ["--probe-rows", arguments.probe_rows] if arguments.probe_rows else []
@@ -104,27 +110,33 @@ def run_study(runs: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def estimate_effects(scores: list[dict[str, NDArray]]) -> dict[str, dict[str, Estimate]]:
-    """By factor, the effects on the mean and on each task, of scores [folds, seeds] by run and task."""
-    signs = 2 * design() - 1
-    effects = {}
-    for column, factor in enumerate(FACTORS):
-        contrasts = {
-            task: sum(sign * run[task] for sign, run in zip(signs[:, column], scores, strict=True)) / (len(signs) / 2)
-            for task in scores[0]
+def estimate_effects(levels: NDArray, scores: list[dict[str, NDArray]], prior: float) -> dict[str, dict[str, Estimate]]:
+    """By factor, the effects on the mean and on each task, of `levels` [runs, factors] and the scores [folds, seeds]
+    of the runs by task. `prior` is the standard deviation of effects on the mean; those on tasks, and differences
+    between pre-training seeds, are taken as independent and of equal size for all tasks."""
+    means = [estimate_mean_of_tasks(run.values()) for run in scores]
+    noise = math.sqrt(PRETRAINING_SD**2 + np.mean([(each.error or 0.0) ** 2 for each in means]))
+    matrix = np.column_stack([levels, np.ones(len(levels))])  # the last column: the mean without any setting
+    precision = matrix.T @ matrix / noise**2 + np.diag([*[prior**-2] * len(FACTORS), 0.0])
+    covariance = np.linalg.inv(precision)
+    values = np.array(
+        [[mean.mean, *(task.mean() for task in run.values())] for mean, run in zip(means, scores, strict=True)]
+    )
+    solution = covariance @ matrix.T @ values / noise**2
+    errors = np.sqrt(np.diag(covariance))[:, None] * [1.0, *[math.sqrt(len(scores[0]))] * len(scores[0])]
+    return {
+        factor: {
+            name: Estimate(*map(float, pair)) for name, *pair in zip(["mean", *scores[0]], effects, error, strict=True)
         }
-        mean = estimate_mean_of_tasks(contrasts.values())
-        between_seeds = 2 * PRETRAINING_SD / math.sqrt(len(signs))
-        effects[factor] = {"mean": Estimate(mean.mean, math.hypot(mean.error or 0.0, between_seeds))}
-        effects[factor] |= {task: estimate_mean(contrast) for task, contrast in contrasts.items()}
-    return effects
+        for factor, effects, error in zip(FACTORS, solution, errors, strict=False)
+    }
 
 
 def main() -> None:
     all_runs = list(range(len(design())))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of shards")
-    parser.add_argument("--glue", required=True, help="folder of GLUE")
+    parser.add_argument("--data", type=Path, help="folder of shards")
+    parser.add_argument("--glue", help="folder of GLUE")
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs, as of electra study")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training, for each run")
     parser.add_argument("--steps", type=int, help="instead of --minutes")
@@ -132,18 +144,23 @@ def main() -> None:
     parser.add_argument("--pretraining", nargs="+", help="settings of electra pretrain for all runs, as KEY=VALUE")
     parser.add_argument("--probe-rows", type=int, help="use at most this many rows of each task, for a trial")
     parser.add_argument("--overlap", action="store_true", help="compile each run while the one before it is trained")
+    parser.add_argument("--prior", type=float, default=1.0, help="standard deviation of effects, in points")
     parser.add_argument("--summarize", action="store_true", help="train nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    run_study(arguments.runs, arguments)
+    if not arguments.summarize:
+        if arguments.data is None or arguments.glue is None:
+            parser.error("training needs --data and --glue; --summarize needs neither")
+        run_study(arguments.runs, arguments)
     arguments.summarize = True
     names = {setting["label"]: setting["runs"][0] for setting in run_study(all_runs, arguments)["settings"]}
     results = [result for result in read_results(arguments.output / PROBE) if result.model in names.values()]
     arrays, tasks = score_arrays(results, "metric"), {result.task for result in results}
-    scores = [arrays.get((names.get(f"run-{run}", ""), "default"), {}) for run in all_runs]
-    if missing := [str(run) for run in all_runs if not tasks or scores[run].keys() != tasks]:
-        raise SystemExit(f"no effects yet: runs {', '.join(missing)} are not finished")
-    effects = estimate_effects(scores)
+    scores = {run: arrays.get((names.get(f"run-{run}", ""), "default"), {}) for run in all_runs}
+    finished = [run for run in all_runs if tasks and scores[run].keys() == tasks]
+    if len(finished) < 2:
+        raise SystemExit("no effects yet: fewer than two runs are finished")
+    effects = estimate_effects(design()[finished], [scores[run] for run in finished], arguments.prior / 100)
     if arguments.json:
         values = {name: {key: [each.mean, each.error] for key, each in row.items()} for name, row in effects.items()}
         print(json.dumps(values))
@@ -154,7 +171,8 @@ def main() -> None:
     ]
     print(markdown_table([["effect on the probe, points", *next(iter(effects.values()))], *rows]))
     between = f"{100 * PRETRAINING_SD:.1f} points between pre-training seeds"
-    print(f"\nThe error of the mean includes an assumed {between}; those of tasks do not.")
+    listed = f"{len(finished)} of {len(all_runs)} runs"
+    print(f"\nFrom {listed}, with a prior of {arguments.prior:g} points; errors include an assumed {between}.")
 
 
 if __name__ == "__main__":

@@ -169,7 +169,12 @@ def test_the_screening_design_recovers_effects(monkeypatch, tmp_path):
         parse_phases(config.phases)  # raises unless the fractions add up to 1
     sizes = np.linspace(-0.01, 0.02, 11)
     noise = np.random.default_rng(0).normal(size=(5, 1)) / 100  # of folds, which all runs share
-    scores = [{"rte": 0.6 + row @ sizes + noise} for row in levels]
-    effects = screening.estimate_effects(scores)
-    assert [effect["mean"].mean for effect in effects.values()] == pytest.approx(sizes.tolist())
-    assert all(effect["mean"].error == pytest.approx(0.012 / 12**0.5) for effect in effects.values())
+    scores = [{"rte": 0.6 + row @ sizes + noise, "cola": 0.4 + noise} for row in levels]
+    effects = screening.estimate_effects(levels, scores, prior=100.0)  # practically none
+    assert [effect["rte"].mean for effect in effects.values()] == pytest.approx(sizes.tolist(), abs=1e-6)
+    assert [effect["mean"].mean for effect in effects.values()] == pytest.approx((sizes / 2).tolist(), abs=1e-6)
+    assert all(abs(effect["cola"].mean) < 1e-6 for effect in effects.values())
+    deviation = (0.006**2 + noise.var(ddof=1) / 5 / 2) ** 0.5  # of a run: seeds, and folds of two tasks
+    assert all(effect["mean"].error == pytest.approx(deviation / 3**0.5) for effect in effects.values())
+    fewer = screening.estimate_effects(levels[:10], scores[:10], prior=0.01)
+    assert all(effect["mean"].error < 0.01 for effect in fewer.values())  # less than the prior's
