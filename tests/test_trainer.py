@@ -269,6 +269,20 @@ def test_a_signal_saves_a_checkpoint_and_stops(make_trainer, monkeypatch, capfd,
     assert signal.getsignal(number) == handler
 
 
+def test_a_first_step_that_fails_after_a_signal_ends_the_process_without_a_checkpoint(make_trainer):
+    trainer = make_trainer(ToyTask(), steps=4)
+
+    def compile_and_fail(batch):
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C, which the compiler gets, too
+        raise RuntimeError("C++ compile error")
+
+    trainer.task.losses = compile_and_fail
+    with pytest.raises(SystemExit) as stop:
+        trainer.train()
+    assert stop.value.code == 128 + signal.SIGINT
+    assert checkpoint_folders(trainer.folder) == []
+
+
 def test_a_training_that_was_stopped_in_its_last_step_is_evaluated_when_it_is_resumed(make_trainer, monkeypatch):
     step = Trainer.step
 

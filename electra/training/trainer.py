@@ -1,6 +1,7 @@
 """The training loop: knows batches, losses and metrics, but nothing about masking, tasks or vocabularies."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -150,7 +151,7 @@ class Trainer:
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
             while not self.is_finished() and not signals:
-                self.step()
+                self.step_or_stop()
                 self.bar.set_fraction(self.budget_fraction_used())
                 if self.screen_averages.seconds > self.screen_interval:
                     self.show_progress()
@@ -194,6 +195,17 @@ class Trainer:
         """Whether to save a checkpoint before the last one, which is saved after the last evaluation."""
         is_old = self.state.seconds - self.saved_at >= SAVE_SECONDS
         return (is_old or self.is_due(self.config.save_every)) and not self.is_finished()
+
+    def step_or_stop(self) -> None:
+        """Train on one batch. A first step that fails after a signal ends the process without a checkpoint: Ctrl-C also
+        reaches the compilers that it runs."""
+        try:
+            self.step()
+        except Exception:
+            if self.is_warm or not self.received:
+                raise
+            self.bar.print_line("stopped before the end of the first step, without a checkpoint")
+            sys.exit(128 + self.received[0])
 
     def step(self) -> None:
         """Train on one batch."""
