@@ -22,6 +22,11 @@ POLL_SECONDS = 0.05
 PARENT = os.getppid()  # another one later: the process that started this one has ended
 
 
+def is_stopped(exit_code: int) -> bool:
+    """Whether a process ended because of a signal that stops commands, which it may have handled."""
+    return exit_code - 128 in STOP_SIGNALS or -exit_code in STOP_SIGNALS
+
+
 @contextmanager
 def handle_signals(handler: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
     """Handle signals in this block, except ignored ones (nohup); Python allows it in the main thread only."""

@@ -174,3 +174,10 @@ def test_replaced_tokens_are_those_of_the_last_phase(analyze_config, run_config)
         output = config.output.parent / f"{name}-analysis"
         fractions.append(analyze(analyze_config(model=config.output, output=output, map_tokens=10)).replaced_fraction)
     assert fractions[1] > 3 * fractions[0]
+
+
+def test_a_pair_that_shares_all_weights_can_be_analyzed(analyze_config, run_config):
+    config = run_config(steps=2, sharing="all", generator_width=None)
+    pretrain(config)
+    result = analyze(analyze_config(model=config.output, map_tokens=10))
+    assert 0 <= result.auc_with_dropout <= 1

@@ -510,11 +510,11 @@ def test_modern_pairs_continue_with_every_objective(run_config):
 
 
 def test_a_phase_may_set_dropout_and_packing(run_config, shards):
-    phases = ("fraction=0.5", "dropout=0.1,packing=segment-pairs")
+    phases = ("fraction=0.5", "dropout=0.1,generator-dropout=0.05,packing=segment-pairs")
     config = run_config(phases=phases, steps=4, dropout=0.0)
     first, second = plan_and_check_phases(config, open_shards(shards))
     assert [phase.model.discriminator.dropout for phase in (first, second)] == [0.0, 0.1]
-    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.1]
+    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.05]
     pretrain(config)
     weights = checkpoint_weights(config, 4)
     table = next(value for name, value in weights.items() if name.endswith("segment.weight"))

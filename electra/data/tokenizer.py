@@ -69,8 +69,7 @@ class TextTokenizer:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary; raises if a special token is missing."""
-        self.check_vocabulary()
-        ids = self.library.get_vocab(with_added_tokens=True)
+        ids = self.check_vocabulary()
         size = max(ids.values()) + 1
         is_continuation = [False] * size
         for token, number in ids.items():
@@ -81,14 +80,15 @@ class TextTokenizer:
             size=size, is_continuation=tuple(is_continuation), sentence_end_ids=sentence_ends, **special_ids
         )
 
-    def check_vocabulary(self) -> None:
-        """Raise if a special token is missing or an id is too large."""
+    def check_vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens; raises if a special token is missing or an id is too large."""
         ids = self.library.get_vocab(with_added_tokens=True)
         missing = [token for _, token in self.special_tokens if token not in ids]
         if missing:
             raise DataError(f"the vocabulary lacks {', '.join(missing)}, which pre-training needs; add it")
         if max(ids.values()) >= MAX_VOCABULARY:
             raise DataError(f"an id is {max(ids.values()):,}; ids must be below {MAX_VOCABULARY:,}")
+        return ids
 
     @property
     def component_settings(self) -> dict[str, Any]:

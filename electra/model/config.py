@@ -338,7 +338,7 @@ class ModelConfig:
     generator_width: int | None = None
     """Hidden size of the generator; by default 1/4 to 1/2 of the discriminator's, depending on --size."""
     generator_layers: int | None = None
-    """Layers of the generator, if they are not as many as the discriminator's."""
+    """Layers of the generator; by default as many as the discriminator's, or those of the recipe (medium)."""
 
     def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The generator-discriminator pair for a vocabulary."""

@@ -112,7 +112,7 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
         weights.load_into(task.unsharded_model)
-        task.shard_weights()
+        task.scatter_weights()
     if source := config.init.branch_from or config.init.model or checkpoint:
         task.gather_weights()
         task.trains_segments |= has_trained_segments(task.unsharded_model)
@@ -148,7 +148,7 @@ def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: Pretrainin
     is_previous = read_pretraining_state(checkpoint).phase < task.phase.index
     if is_previous and task.phase.starts_optimizer:
         load_previous_phase_weights(task.unsharded_model, checkpoint, task.config)
-        task.shard_weights()
+        task.scatter_weights()
         trainer.continue_with_new_optimizer(checkpoint)
     else:
         trainer.resume(checkpoint)

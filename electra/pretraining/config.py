@@ -125,10 +125,10 @@ class PretrainConfig:
     """Train in phases, each with some settings of its own, for instance `fraction=0.9 fraction=0.1,length=512`, or for
     two-stage training `objective=mlm objective=frozen-rtd`. Settings of a phase: fraction (of the budget), objective,
     width, layers, length, batch-size, micro-batches, learning-rate, schedule, warmup, decay-fraction, mask-fraction,
-    temperature, packing, dropout. With a width, the discriminator is narrower at first (fewer heads, narrower
-    feed-forward layers) and is widened by the next phase without changing its outputs. With layers, it has fewer at
-    first, which the next phase repeats. Consecutive phases of one objective, width and number of layers share a
-    schedule and optimizer; others start new ones."""
+    temperature, packing, dropout, generator-dropout. With a width, the discriminator is narrower at first (fewer heads,
+    narrower feed-forward layers) and is widened by the next phase without changing its outputs. With layers, it has
+    fewer at first, which the next phase repeats. Consecutive phases of one objective, width and number of layers share
+    a schedule and optimizer; others start new ones."""
     seed: int = 0
     """Seed of weights, row order, masks, samples and dropout."""
     evaluation_rows: int = 512

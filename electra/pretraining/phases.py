@@ -34,6 +34,7 @@ PHASE_SETTINGS = (
     "temperature",
     "packing",
     "dropout",
+    "generator_dropout",
 )
 ENCODER_SIZES = ("width", "layers")  # of the discriminator, which a later phase may widen and stack
 SCHEDULE_SETTINGS = ("schedule", "warmup", "decay_fraction")

@@ -160,7 +160,7 @@ class PretrainingTask:
         if self.unsharded_model is not self.model:
             copy_parameters(self.model, self.unsharded_model)
 
-    def shard_weights(self) -> None:
+    def scatter_weights(self) -> None:
         """Copy the weights of `unsharded_model` to a sharded model."""
         if self.unsharded_model is not self.model:
             copy_parameters(self.unsharded_model, self.model)

@@ -146,8 +146,7 @@ def report(progress: str) -> None:
 def detect_with_dropout(shards: Shards, folder: Path, config: AnalyzeConfig) -> Detections:
     """Detections of the same text by a discriminator with dropout: whether fine-tuning with dropout would work."""
     pair = read_model_config(folder)
-    assert pair.discriminator is not None
-    pair = replace(pair.with_dropout(0.0), discriminator=pair.discriminator.with_dropout(DROPOUT))
+    pair = pair.with_dropout(DROPOUT, None if pair.sharing == "all" else 0.0)
     electra = build_model(pair, read_tensors(folder / WEIGHTS), folder / WEIGHTS).float()
     with torch.random.fork_rng():
         torch.manual_seed(0)
