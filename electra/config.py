@@ -131,7 +131,7 @@ def build_config(config_class: type[Config], **values: Any) -> Config:
     values = convert_values(config_class, values)
     values = all_defaults(config_class, values) | values
     if missing := missing_settings(config_class, values):
-        raise ConfigError(f"{config_class.__name__} needs a value for {', '.join(each.name for each in missing)}")
+        raise ConfigError(f"no value is given for {', '.join(each.name for each in missing)}")
     return config_from_flat_values(config_class, values)
 
 
@@ -153,13 +153,14 @@ def config_from_flat_values(config_class: type[Config], values: dict[str, Any]) 
     return config_class(**arguments)
 
 
-def check_setting_names(config_class: type, names: Iterable[str]) -> None:
-    """Raise a ConfigError for a name that is not a setting of the config."""
+def check_setting_names(config_class: type, names: Iterable[str], field: str | None = None) -> None:
+    """Raise a ConfigError for a name that is not a setting of the config; `field` is where the names are from."""
     known = settings_by_name(config_class)
     for name in names:
         if name not in known:
             hint = suggest(str(name), known, otherwise=f"its settings are {', '.join(known)}")
-            raise ConfigError(f"{config_class.__name__} has no setting {name!r}; {hint}")
+            prefix = "has the unknown setting" if field else "unknown setting"
+            raise ConfigError(f"{prefix} {name!r}; {hint}", field=field)
 
 
 def convert_values(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def parse_key_values(config_class: type, words: Sequence[str], field: str) -> di
         if not sign:
             raise ConfigError(f"has {word!r}; write KEY=VALUE", field=field)
         values.setdefault(key.replace("-", "_"), []).append(value)
-    check_setting_names(config_class, values)
+    check_setting_names(config_class, values, field)
     is_list = {name: get_origin(each.value_type) is tuple for name, each in settings_by_name(config_class).items()}
     for name, each in values.items():
         if len(each) > 1 and not is_list[name]:

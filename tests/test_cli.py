@@ -380,7 +380,7 @@ def test_commands_are_functions_with_flat_keyword_arguments(tmp_path):
     assert (tmp_path / "vocab/vocab.txt").exists()
     with pytest.raises(ConfigError, match="did you mean vocab_size"):
         electra.tokenizer(corpus="text.txt", output="vocab", vocab_sise=60)
-    with pytest.raises(ConfigError, match="needs a value for data, output"):
+    with pytest.raises(ConfigError, match="no value is given for data, output"):
         electra.pretrain(steps=1)
     with pytest.raises(ConfigError, match="learning_rate is 'high'; it must be a number"):
         electra.pretrain(data="x", output="y", learning_rate="high")

@@ -21,6 +21,7 @@ from electra.finetuning.storage import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig, read_pretraining_state
+from electra.pretraining.describe import describe_phases
 from electra.pretraining.phases import parse_phases, plan_phases
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import CHECKSUMS, checkpoint_folders
@@ -161,6 +162,21 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
 def test_contradictory_settings_are_reported(run_config, shards, settings, message):
     with pytest.raises(ConfigError, match=message):
         plan_and_check_phases(run_config(**settings), open_shards(shards))
+
+
+def test_a_masked_language_model_alone_has_the_dropout_of_the_discriminator(run_config, shards):
+    config = run_config(objective="mlm", dropout=0.2, generator_dropout=0.0)
+    [phase] = plan_and_check_phases(config, open_shards(shards))
+    assert (phase.model.discriminator, phase.model.generator.dropout) == (None, 0.2)
+
+
+def test_the_dropout_of_phases_is_described_if_it_differs(run_config, shards):
+    descriptions = []
+    for phases in (("fraction=0.5", "dropout=0.1"), ("fraction=0.5", "length=8")):
+        config = run_config(phases=phases, dropout=0.0)
+        descriptions.append(list(describe_phases(plan_and_check_phases(config, open_shards(shards)))))
+    assert [text.rpartition(", ")[2] for text in descriptions[0]] == ["dropout 0", "dropout 0.1"]
+    assert "dropout" not in "".join(descriptions[1])
 
 
 def test_phases_keep_another_dropout_of_the_generator(run_config, shards):

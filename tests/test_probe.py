@@ -148,6 +148,11 @@ def test_a_result_with_an_undefined_loss_is_missing():
     assert (row.tasks, row.missing, row.mean) == ({}, {"rte": 1}, None)
 
 
+def test_losses_are_no_percentages():
+    results = [replace(result("a", "rte", fold, 1, 0.5), metrics={"loss": 0.7}) for fold in range(2)]
+    assert "0.7000 ± 0.0000" in str(compare_rows(results, "loss"))
+
+
 def test_results_of_other_weights_in_the_same_place_are_refused(run, encoder_folder, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(encoder_folder, model)

@@ -91,6 +91,12 @@ def test_embed_pools_the_hidden_states(model):
     torch.testing.assert_close(model.embed("the cat", pooling="cls")[0], hidden[0].detach())
 
 
+@pytest.mark.parametrize("method", ["detect_batch", "fill_batch", "embed"])
+def test_a_text_that_is_no_string_is_refused(model, method):
+    with pytest.raises(DataError, match="text 2 holds a int; a text must be a string"):
+        getattr(model, method)(["a [MASK]", 1])
+
+
 def test_texts_are_truncated_to_the_trained_length(finished_run, model, capsys):
     """The run has 512 positions, of which rows of 16 tokens train 16."""
     detection = model.detect("cat " * 1000)

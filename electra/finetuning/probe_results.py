@@ -94,10 +94,10 @@ class Estimate:
     mean: float
     error: float | None
 
-    def format(self, sign: str = "") -> str:
-        """In percent."""
-        error = "" if self.error is None else f" ± {100 * self.error:.2f}"
-        return f"{100 * self.mean:{sign}.2f}{error}"
+    def format(self, sign: str = "", is_percentage: bool = True) -> str:
+        scale, digits = (100, 2) if is_percentage else (1, 4)
+        error = "" if self.error is None else f" ± {scale * self.error:.{digits}f}"
+        return f"{scale * self.mean:{sign}.{digits}f}{error}"
 
 
 def estimate_mean(scores: NDArray) -> Estimate:
@@ -159,14 +159,18 @@ class ProbeScores:
     rows: list[ProbeRow]
 
     def __str__(self) -> str:
+        is_percentage = self.score != "loss"
         cells = [["model", "setting", *(f"{task} ({name})" for task, name in self.tasks.items()), "mean", "difference"]]
         for row in self.rows:
             tasks = [
-                row.tasks[task].format() if task in row.tasks else f"{row.missing[task]} missing" for task in self.tasks
+                row.tasks[task].format(is_percentage=is_percentage)
+                if task in row.tasks
+                else f"{row.missing[task]} missing"
+                for task in self.tasks
             ]
-            difference = row.difference.format(sign="+") if row.difference else ""
+            difference = row.difference.format("+", is_percentage) if row.difference else ""
             is_baseline = (row.model, row.setting) == self.baseline
-            mean = row.mean.format() if row.mean else ""
+            mean = row.mean.format(is_percentage=is_percentage) if row.mean else ""
             cells.append([row.model, row.setting, *tasks, mean, "baseline" if is_baseline else difference])
         return f"{self.score}\n\n{markdown_table(cells)}"
 

@@ -334,7 +334,8 @@ class ModelConfig:
     """Initialise weights with standard deviation 0.02·√(768/width) instead of 0.02 at every width, as released: narrow
     encoders then learn from context sooner."""
     generator_dropout: float | None = None
-    """Dropout of the generator, if it is not the discriminator's: narrow generators hardly learn with dropout."""
+    """Dropout of the generator, if it is not the discriminator's: narrow generators hardly learn with dropout. Not for
+    --sharing all, where both are one encoder."""
     generator_width: int | None = None
     """Hidden size of the generator; by default 1/4 to 1/2 of the discriminator's, depending on --size."""
     generator_layers: int | None = None

@@ -13,7 +13,7 @@ from electra.errors import format_count
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
-from electra.pretraining.config import PretrainConfig
+from electra.pretraining.config import PretrainConfig, main_encoder_config
 from electra.pretraining.held_out import held_out_loader_config
 from electra.pretraining.initialize import generator_init_folder, has_head_for
 from electra.pretraining.phases import Phase, changed_sizes, count_parameters, inits_discriminator_from_generator
@@ -94,9 +94,11 @@ def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:
 
 
 def describe_phases(phases: list[Phase]) -> Iterator[str]:
-    for previous, phase in zip([None, *phases], phases, strict=False):
+    dropouts = [main_encoder_config(phase.model.encoder_configs()).dropout for phase in phases]
+    for previous, phase, dropout in zip([None, *phases], phases, dropouts, strict=False):
         number = f"phase {phase.index + 1} of {len(phases)}, " if len(phases) > 1 else ""
-        text = f"{number}{describe_phase(phase)}{describe_new_discriminator(previous, phase)}"
+        dropout_text = f", dropout {dropout:g}" if len(set(dropouts)) > 1 else ""
+        text = f"{number}{describe_phase(phase)}{dropout_text}{describe_new_discriminator(previous, phase)}"
         yield f"{text}{describe_growth(previous, phase)}"
 
 

@@ -192,13 +192,12 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
     pair = pair_config_for_objectives(pair, [config.objective.name for config in configs])
     for encoder in pair.encoder_configs().values():
         encoder.check_length(max(config.loader.length for config in configs))
-    return [
-        model_config_for_objective(
-            with_phase_size(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
-            config.objective,
-        )
-        for config in configs
-    ]
+    models = []
+    for config in configs:
+        generator_dropout = config.model.generator_dropout if pair.discriminator else None  # not BERT's, which is alone
+        sized = with_phase_size(pair, config.model).with_dropout(config.model.dropout, generator_dropout)
+        models.append(model_config_for_objective(sized, config.objective))
+    return models
 
 
 def with_phase_size(pair: ElectraConfig, model: ModelConfig) -> ElectraConfig:

@@ -20,6 +20,7 @@ from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
 from electra.finetuning.features import group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
+from electra.finetuning.tasks import check_text
 from electra.huggingface.convert import read_config_and_tensors
 from electra.model.config import EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
@@ -195,7 +196,7 @@ class Model:
 
         Those of several `layers` (0: the embeddings; negative: from the end) are concatenated."""
         embedder = self.create_embedder(pooling=pooling, layers=tuple(layers), batch_size=batch_size)
-        return torch.from_numpy(embedder.embed([texts] if isinstance(texts, str) else list(texts)))
+        return torch.from_numpy(embedder.embed(check_texts([texts] if isinstance(texts, str) else texts)))
 
     def create_embedder(self, **settings: Any) -> Embedder:
         """Embeddings with the keyword arguments of `Embedder`."""
@@ -218,7 +219,7 @@ class Model:
     def tokenize(self, texts: Sequence[str], encoder: EncoderConfig) -> list[TokenizedText]:
         """The tokens of texts, truncated before the final [SEP] to the length that the model was trained on."""
         length, rows = self.max_length(encoder), []
-        for encoding in self.tokenizer.library.encode_batch(list(texts)):
+        for encoding in self.tokenizer.library.encode_batch(check_texts(texts)):
             is_truncated = len(encoding.ids) > length
             ids = [*encoding.ids[: length - 1], encoding.ids[-1]] if is_truncated else encoding.ids
             rows.append(TokenizedText(ids, [self.token_name(token_id) for token_id in ids], is_truncated))
@@ -278,6 +279,11 @@ class TextResults:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.results))
+
+
+def check_texts(texts: Sequence[str]) -> list[str]:
+    """The texts; raises a DataError if one is not a string."""
+    return [check_text(text, f"text {number}") for number, text in enumerate(texts, start=1)]
 
 
 def detect(config: DetectConfig) -> Detection | TextResults:
