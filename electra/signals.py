@@ -22,11 +22,6 @@ POLL_SECONDS = 0.05
 PARENT = os.getppid()  # another one later: the process that started this one has ended
 
 
-def is_stopped(exit_code: int) -> bool:
-    """Whether a process ended because of a signal that stops commands, which it may have handled."""
-    return exit_code - 128 in STOP_SIGNALS or -exit_code in STOP_SIGNALS
-
-
 @contextmanager
 def handle_signals(handler: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
     """Handle signals in this block, except ignored ones (nohup); Python allows it in the main thread only."""
@@ -58,6 +53,18 @@ def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iter
 
     with handle_signals(handle, *STOP_SIGNALS):
         yield received
+
+
+@contextmanager
+def exit_on_error_after(received: Sequence[int]) -> Iterator[None]:
+    """End the process if this block fails after a signal was received, which may be why it failed."""
+    try:
+        yield
+    except Exception:
+        if not received:
+            raise
+        write_stop_message(received[0])
+        sys.exit(128 + received[0])
 
 
 def wait_for_file(path: Path | None, received: Sequence[int]) -> None:

@@ -67,7 +67,7 @@ def test_replaced_settings_are_checked_and_the_others_kept():
 
 
 def test_unknown_and_missing_settings_are_named():
-    with pytest.raises(ConfigError, match=r"no setting 'learning_rat'; did you mean learning_rate\?"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'learning_rat'; did you mean learning_rate\?"):
         build_config(RunConfig, data=Path("x"), learning_rat=0.1)
     with pytest.raises(ConfigError, match="no value is given for data"):
         build_config(RunConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_document_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning.tasks import Examples
+from electra.finetuning.tasks import Examples, check_text
 from electra.kernels.dispatch import call_without_large_kernels
 from electra.model.storage import read_tensors, write_tensors
 from electra.runfolder import PARTIAL
@@ -191,6 +191,11 @@ def split_into_windows(text: NDArray, length: int, count: int) -> list[NDArray]:
     stride = length - length // 4
     starts = range(0, max(1, min(count * stride, len(text) - length // 4)), stride)
     return [text[start:] if start == starts[-1] else text[start : start + length] for start in starts]
+
+
+def check_texts(texts: Sequence[str]) -> list[str]:
+    """The texts; raises a DataError if one is not a string."""
+    return [check_text(text, f"text {number}") for number, text in enumerate(texts, start=1)]
 
 
 def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:

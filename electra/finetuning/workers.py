@@ -28,7 +28,7 @@ from electra.data.workers import count_usable_cores, init_worker, map_on_ray, st
 from electra.errors import DataError, TrainingError
 from electra.finetuning.job import Job, JobResult
 from electra.runfolder import lock_file
-from electra.signals import clean_up_on_stop_signals
+from electra.signals import STOP_SIGNALS, clean_up_on_stop_signals
 from electra.training.hardware import choose_device
 
 Result = TypeVar("Result")
@@ -110,6 +110,11 @@ def terminate_workers(workers: list[BaseProcess], repeat: bool) -> None:
             return
         wait([worker.sentinel for worker in workers], timeout=TERMINATE_SECONDS)
         workers = [worker for worker in workers if worker.is_alive()]
+
+
+def is_stopped(exit_code: int) -> bool:
+    """Whether a process ended because of a signal that stops commands, which it may have handled."""
+    return exit_code - 128 in STOP_SIGNALS or -exit_code in STOP_SIGNALS
 
 
 def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -18,9 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from electra.data.tokenizer import TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
-from electra.finetuning.features import group_by_tokens
+from electra.finetuning.features import check_texts, group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
-from electra.finetuning.tasks import check_text
 from electra.huggingface.convert import read_config_and_tensors
 from electra.model.config import EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
@@ -279,11 +278,6 @@ class TextResults:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.results))
-
-
-def check_texts(texts: Sequence[str]) -> list[str]:
-    """The texts; raises a DataError if one is not a string."""
-    return [check_text(text, f"text {number}") for number, text in enumerate(texts, start=1)]
 
 
 def detect(config: DetectConfig) -> Detection | TextResults:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from electra.config import build_config, flat_defaults, flat_values, replace_settings
 from electra.data.shards import Shards
 from electra.errors import ConfigError, TrainingError, format_count
-from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
+from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, is_stopped, visible_gpus
 from electra.model.storage import read_model_config
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
@@ -32,7 +32,6 @@ from electra.runfolder import (
     read_stored,
     write_file,
 )
-from electra.signals import is_stopped
 from electra.studies.config import StudyConfig
 from electra.studies.studies import SET_BY_STUDY, Study, StudySetting
 from electra.training.checkpoint import find_model_folder

@@ -6,7 +6,6 @@ Sections, tables and figures are those of arXiv 2003.10555. Its scores are means
 training than a study usually has: orderings compare, values do not.
 """
 
-import itertools
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -181,8 +180,5 @@ def find_study(config: StudyConfig) -> Study:
     by_label = parse_named_settings(PretrainConfig, config.settings)
     for name in (name for settings in by_label.values() for name in settings if name in SET_BY_STUDY):
         raise ConfigError(f"has {name}, which electra study sets for all runs; leave it out", field="settings")
-    for (first, one), (second, other) in itertools.combinations(by_label.items(), 2):
-        if one == other:
-            raise ConfigError(f"has equal settings for {first} and {second}; leave one out", field="settings")
     settings = [StudySetting(label, settings) for label, settings in by_label.items()]
     return Study(question="Which settings are best?", source="", settings=settings)

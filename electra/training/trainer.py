@@ -1,7 +1,6 @@
 """The training loop: knows batches, losses and metrics, but nothing about masking, tasks or vocabularies."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from electra.kernels.dispatch import disable_largest_kernel, is_out_of_shared_me
 from electra.kernels.master_weights import MasterWeights
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import CHECKPOINTS, checkpoint_folders
-from electra.signals import collect_stop_signals, wait_for_file
+from electra.signals import collect_stop_signals, exit_on_error_after, wait_for_file
 from electra.training.checkpoint import (
     CheckpointState,
     TrainState,
@@ -94,9 +93,7 @@ class Trainer:
         self.budget = budget
         self.stop_at = stop_at or budget
         self.folder = folder
-        self.seed = seed
-        self.quiet = quiet
-        self.cuda_graphs = cuda_graphs
+        self.seed, self.quiet, self.cuda_graphs = seed, quiet, cuda_graphs
         device = next(task.model.parameters()).device
         self.world = world or World(device)
         self.gradients = gradients
@@ -151,7 +148,8 @@ class Trainer:
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
             while not self.is_finished() and not signals:
-                self.step_or_stop()
+                with exit_on_error_after(() if self.is_warm else self.received):  # Ctrl-C reaches compilers, too
+                    self.step()
                 self.bar.set_fraction(self.budget_fraction_used())
                 if self.screen_averages.seconds > self.screen_interval:
                     self.show_progress()
@@ -195,17 +193,6 @@ class Trainer:
         """Whether to save a checkpoint before the last one, which is saved after the last evaluation."""
         is_old = self.state.seconds - self.saved_at >= SAVE_SECONDS
         return (is_old or self.is_due(self.config.save_every)) and not self.is_finished()
-
-    def step_or_stop(self) -> None:
-        """Train on one batch. A first step that fails after a signal ends the process without a checkpoint: Ctrl-C also
-        reaches the compilers that it runs."""
-        try:
-            self.step()
-        except Exception:
-            if self.is_warm or not self.received:
-                raise
-            self.bar.print_line("stopped before the end of the first step, without a checkpoint")
-            sys.exit(128 + self.received[0])
 
     def step(self) -> None:
         """Train on one batch."""
