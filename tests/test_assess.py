@@ -45,6 +45,12 @@ def test_a_run_on_the_plateau_of_token_frequencies_is_told_so(epochs, advice):
     )
 
 
+def test_a_loss_far_above_that_of_token_frequencies_is_no_plateau():
+    assessment = assess(LEARNT | {"mlm_loss": 8.2})
+    assert "has not learnt how frequent" in assessment["plateau"]
+    assert "train longer" in assessment["next"]
+
+
 def test_two_losses_of_token_predictions_are_told_apart():
     metrics = {"replace_mlm_loss": 4.75, "mlm_loss": 4.06, "unigram_mlm_loss": 7.28}
     assert describe_metrics(metrics) == (

@@ -11,7 +11,7 @@ from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
 from electra.errors import format_count
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
+from electra.objectives.evaluation import PLATEAU, TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
 from electra.pretraining.config import PretrainConfig, main_encoder_config
 from electra.pretraining.held_out import held_out_loader_config
@@ -47,6 +47,7 @@ PLATEAU_SENTENCES = (
     "This is the plateau of token frequencies: every model first learns how frequent each token is, and uses the "
     "context only later, often quite suddenly."
 )
+WORSE_SENTENCE = "It has not learnt how frequent each token of the held-out text is."
 
 
 def summarize_run(config: PretrainConfig, phases: list[Phase]) -> list[str]:
@@ -264,7 +265,9 @@ def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> 
     ]
     for name in token_losses:
         assessment[TOKEN_LOSSES[name]] = assess_token_predictions(last, name)
-        assessment |= {"plateau": PLATEAU_SENTENCES} if is_on_plateau(last, name) else {}
+        if is_on_plateau(last, name):
+            is_worse = last[name] > last["unigram_mlm_loss"] / PLATEAU
+            assessment["plateau"] = WORSE_SENTENCE if is_worse else PLATEAU_SENTENCES
     if "unigram_rtd_auc" in last:
         assessment["discriminator"] = assess_discriminator(last)
     # losses with the same masks and samples at every evaluation
