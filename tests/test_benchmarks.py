@@ -12,10 +12,6 @@ import pytest
 import torch
 from transformers_models import add_noise
 
-from electra.config import build_config, parse_named_settings
-from electra.pretraining.config import PretrainConfig
-from electra.pretraining.phases import parse_phases
-
 
 @pytest.fixture
 def pretrain(monkeypatch):
@@ -154,27 +150,52 @@ def test_the_model_of_a_step_counts_bytes_and_products(monkeypatch):
     assert module.newton_schulz_flops((3, 2)) == 5 * (24 + 16 + 24)
 
 
-def test_the_screening_design_recovers_effects(monkeypatch, tmp_path):
-    """Run 0 has the defaults; every run is a valid config; effects are the differences that scores were made with."""
+def test_effects_of_a_design_are_the_differences_that_its_scores_were_made_with(monkeypatch):
+    """Twelve runs by Plackett and Burman: the first has the defaults, any two columns are orthogonal."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    screening = importlib.import_module("screening")
-    levels = screening.design()
-    signs = 2 * levels - 1
-    assert (signs.T @ signs == 12 * np.eye(11)).all()
-    settings = [screening.pretraining_settings(row) for row in levels]
-    assert settings[0] == []
-    words = [word for index, row in enumerate(settings) for word in (f"run-{index}", *row)]
-    for values in parse_named_settings(PretrainConfig, tuple(words)).values():
-        config = build_config(PretrainConfig, data=tmp_path, output=tmp_path / "run", steps=100, **values)
-        parse_phases(config.phases)  # raises unless the fractions add up to 1
+    module = importlib.import_module("effects")
+    rotations = [np.roll((1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0), shift) for shift in range(11)]
+    levels = np.array([np.zeros(11, dtype=int), *rotations])
+    names = [f"setting {number:02}" for number in range(11)]
+    runs = [{name for name, level in zip(names, row, strict=True) if level} for row in levels]
+    columns = module.build_columns(runs, products=[])
+    assert list(columns) == names
     sizes = np.linspace(-0.01, 0.02, 11)
     noise = np.random.default_rng(0).normal(size=(5, 1)) / 100  # of folds, which all runs share
     scores = [{"rte": 0.6 + row @ sizes + noise, "cola": 0.4 + noise} for row in levels]
-    effects = screening.estimate_effects(levels, scores, prior=100.0)  # practically none
+    effects = module.estimate_effects(columns, scores, prior=100.0)  # practically none
     assert [effect["rte"].mean for effect in effects.values()] == pytest.approx(sizes.tolist(), abs=1e-6)
     assert [effect["mean"].mean for effect in effects.values()] == pytest.approx((sizes / 2).tolist(), abs=1e-6)
     assert all(abs(effect["cola"].mean) < 1e-6 for effect in effects.values())
     deviation = (0.006**2 + noise.var(ddof=1) / 5 / 2) ** 0.5  # of a run: seeds, and folds of two tasks
     assert all(effect["mean"].error == pytest.approx(deviation / 3**0.5) for effect in effects.values())
-    fewer = screening.estimate_effects(levels[:10], scores[:10], prior=0.01)
+    fewer = module.estimate_effects(module.build_columns(runs[:10], []), scores[:10], prior=0.01)
     assert all(effect["mean"].error < 0.01 for effect in fewer.values())  # less than the prior's
+
+
+def test_settings_that_occur_together_share_an_effect(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    module = importlib.import_module("effects")
+    columns = module.build_columns([set(), {"a", "b"}, {"a", "b", "c"}, {"c"}], products=[("a", "c")])
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "a, b": [0, 1, 1, 0],
+        "c": [0, 0, 1, 1],
+        "a × c": [0, 0, 1, 0],
+    }
+    defaults = {"warmup": 0.1, "phases": []}
+    phases = ["fraction=0.7", "fraction=0.3,temperature=2"]
+    assert module.changed_settings({"warmup": 500, "phases": phases}, defaults) == {"warmup", "phases.temperature"}
+
+
+def test_effects_are_estimated_from_the_stored_study(monkeypatch, capsys):
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    module = importlib.import_module("effects")
+    command = ["effects.py", "--study", str(folder / "study"), "--json"]
+    monkeypatch.setattr(sys, "argv", command)
+    module.main()
+    effects = json.loads(capsys.readouterr().out)
+    assert {"corrective_lm_weight", "mask_fraction"} <= effects.keys()
+    monkeypatch.setattr(sys, "argv", [*command, "--without", "mask_fractions"])
+    with pytest.raises(SystemExit, match=r"mask_fractions: differs in no run; choose from .*mask_fraction"):
+        module.main()

@@ -550,23 +550,3 @@ def test_held_out_rows_have_the_attention_of_training_rows(run_config, attention
     config = run_config(steps=2, cross_document_attention=attention)
     [batch, *_] = held_out_batches(config, open_shards(config.data), torch.device("cpu"))
     assert (batch.document_ids is None) == attention
-
-
-@pytest.mark.parametrize("sharing", ["embeddings", "all", "disentangled"])
-def test_the_discriminator_may_have_its_own_learning_rate(run_config, sharing):
-    def weights(name: str, **settings) -> dict[str, torch.Tensor]:
-        config = run_config(name, steps=1, warmup=0, weight_decay=0, sharing=sharing, **settings)
-        pretrain(config)
-        return {name: value.detach() for name, value in load_model(find_model_folder(config.output)).named_parameters()}
-
-    initial, usual, halved = weights("a", learning_rate=1e-30), weights("b"), weights("c", discriminator_lr_scale=0.5)
-    changed = [name for name in initial if not torch.equal(usual[name], initial[name])]
-    ratios = {
-        name: float((halved[name] - initial[name]).norm() / (usual[name] - initial[name]).norm()) for name in changed
-    }
-    own = [name for name in changed if ratios[name] != pytest.approx(1, rel=1e-3)]
-    assert [ratios[name] for name in own] == pytest.approx([0.5] * len(own), rel=1e-3)
-    assert all(name.startswith("discriminator.") for name in own)
-    assert any(".layers." in name for name in own) == (sharing != "all")
-    assert any("head" in name for name in own)
-    assert any("embeddings." in name for name in own) == (sharing == "disentangled")

@@ -217,12 +217,6 @@ class Electra(nn.Module):
     def encoders(self) -> list[Encoder]:
         return [module for module in self.modules() if isinstance(module, Encoder)]
 
-    def discriminator_parameters(self) -> set[str]:
-        """The names of parameters that only the discriminator trains."""
-        own = set(() if self.discriminator is None else self.discriminator.parameters())
-        own -= set(() if self.generator is None else self.generator.parameters())
-        return {name for name, value in self.named_parameters() if value in own}
-
     def require_generator(self) -> Generator:
         if self.generator is None:
             raise ConfigError(

@@ -64,7 +64,6 @@ class PretrainingTask:
             self.unsharded_model = deepcopy(self.model)
             layers = {layer: None for encoder in self.model.encoders() for layer in encoder.layers}  # perhaps shared
             shard_model(self.model, layers, world, dtype)
-        self.discriminator_parameters = self.model.discriminator_parameters()
 
     def build_loader(self) -> BatchLoader:
         """The loader of training batches, with cu_seqlens if the attention kernel uses them."""
@@ -122,8 +121,7 @@ class PretrainingTask:
         return self.objective.count_predictions(batch, self.context)
 
     def lr_scale(self, parameter_name: str) -> float:
-        is_scaled = parameter_name in self.discriminator_parameters
-        return self.config.optimizer.discriminator_lr_scale if is_scaled else 1.0
+        return 1.0
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on held-out rows, in smaller batches if they do not fit into memory; writes samples.md."""

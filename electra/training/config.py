@@ -39,8 +39,6 @@ class OptimizerConfig:
     """Decoupled weight decay; not applied to biases and normalization weights."""
     embedding_weight_decay: float | None = None
     """Weight decay of embeddings, their projection and heads; unless the recipe sets it, as --weight-decay."""
-    discriminator_lr_scale: float = 1.0
-    """Multiplies the learning rate of parameters that only the discriminator trains, not those that it shares."""
     beta1: float = 0.9
     """Adam: decay rate of the mean of gradients."""
     beta2: float = 0.999
@@ -53,7 +51,7 @@ class OptimizerConfig:
     """Clip the norm of all gradients to this value; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        check_range(self, "learning_rate", "discriminator_lr_scale", "epsilon", above=0)
+        check_range(self, "learning_rate", "epsilon", above=0)
         check_range(self, "warmup", "weight_decay", "embedding_weight_decay", "max_grad_norm", at_least=0)
         check_range(self, "beta1", "beta2", "momentum", at_least=0, below=1)
         check_range(self, "decay_fraction", at_least=0, at_most=1)
