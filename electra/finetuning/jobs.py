@@ -15,7 +15,7 @@ from electra.errors import DataError, format_count
 from electra.finetuning.config import JobsConfig, TuningConfig
 from electra.finetuning.features import Outputs, read_logits
 from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
-from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
+from electra.finetuning.kinds import KINDS, check_class_weights, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.storage import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import HUB, Task
@@ -223,7 +223,7 @@ def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics]
 
 def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
-    job, task, metrics = jobs[0], jobs[0].task, {}
+    job, task, kind, metrics = jobs[0], jobs[0].task, KINDS[jobs[0].task.kind], {}
     if task.has_unanswerable:
         task = task_of_ensemble([read_finetuned_config(job.folder / MODEL) for job in jobs])
     tokenizer = load_model_tokenizer(job.model)
@@ -231,7 +231,8 @@ def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
         examples = read_examples(task, split)
         if examples.labels is not None:
             features = load_features(task, examples, tokenizer, job.length, job.features_cache)
-            _, metrics[split] = compute_metrics(task, logits, features, examples, calibrate=False)
+            predicted = kind.predict(Outputs(logits, features, examples), task)
+            metrics[split] = kind.compute_metrics(predicted, examples.labels, task)
     return metrics
 
 

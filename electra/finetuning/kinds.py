@@ -22,7 +22,7 @@ from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features, softmax
 from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
-from electra.finetuning.metrics import Metrics, class_scores
+from electra.finetuning.metrics import class_scores
 from electra.finetuning.models import (
     BALANCED,
     ChoiceModel,
@@ -230,18 +230,6 @@ def load_features(
     """Token ids and targets of examples, from a cache after the first time."""
     make_features = KINDS[task.kind].make_features
     return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
-
-
-def compute_metrics(
-    task: Task, logits: NDArray, features: Features, examples: Examples, calibrate: bool
-) -> tuple[Task, Metrics]:
-    """The task, with thresholds for these examples if it is to be calibrated, and its metrics of their logits."""
-    assert examples.labels is not None
-    kind = KINDS[task.kind]
-    predicted = kind.predict(Outputs(logits, features, examples), task)
-    if calibrate:
-        task = kind.calibrate(predicted, examples.labels, task)
-    return task, kind.compute_metrics(predicted, examples.labels, task)
 
 
 def check_class_weights(words: tuple[str, ...], task: Task) -> None:
