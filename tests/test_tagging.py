@@ -19,11 +19,11 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, compute_logits
-from electra.finetuning.kinds import KINDS, define_task, read_examples, with_targets
+from electra.finetuning.kinds import define_task, read_examples, with_targets
 from electra.finetuning.models import CrfTagModel, TagModel
 from electra.finetuning.predict import Predictor
 from electra.finetuning.storage import load_finetuned_model, load_pretrained
-from electra.finetuning.tags import make_tag_features, tag_loss
+from electra.finetuning.tags import decode_tags, make_tag_features, tag_loss
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
@@ -303,7 +303,7 @@ def test_tasks_are_columns_of_conll_corpora(tmp_path, name, column, metric):
     for split in task.splits:
         examples = read_examples(task, split)
         assert examples.texts == [word[0] for word in words]
-        decoded = KINDS["tags"].decode(examples.labels, task)
+        decoded = decode_tags(examples.labels, task)
         assert [tag for tags in decoded for tag in tags] == [word[column] for word in words]
 
 

@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, Outputs, load_or_make_features, softmax
+from electra.finetuning.features import Features, Outputs, load_or_make_features
 from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
 from electra.finetuning.metrics import class_scores
 from electra.finetuning.models import (
@@ -77,9 +77,7 @@ KINDS: dict[TaskKind, Kind] = {
         balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda outputs, task: outputs.logits.argmax(1),
-        activation=softmax,
         class_ids=lambda class_ids: class_ids,
-        decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
         columns=class_columns,
         mistakes=class_mistakes,
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
@@ -134,10 +132,8 @@ KINDS: dict[TaskKind, Kind] = {
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(choice.MAX_CHOICES),
         predict=lambda outputs, task: outputs.logits.argmax(1),
-        activation=softmax,
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
         baseline_name="choosing at random",
-        decode=lambda indices, task: indices.tolist(),
         columns=choice.choice_columns,
         huggingface_task="MultipleChoice",
         huggingface_settings=choice_settings,
@@ -164,19 +160,16 @@ KINDS: dict[TaskKind, Kind] = {
         loss=span_loss,
         uniform_loss=lambda task: math.log(task.length),
         predict=qa.predict_answers,
-        activation=lambda logits: logits,
         compute_metrics=qa.answer_metrics,
         calibrate=qa.tune_null_threshold,
         baseline=lambda task, train_labels, dev_labels, dev: qa.answer_metrics(
             np.array([("", 0.0)] * len(dev_labels), object), dev_labels, task
         ),
         baseline_name="giving no answer",
-        decode=lambda predicted, task: predicted[:, 0].tolist(),
         columns=qa.answer_columns,
         mistakes=qa.answer_mistakes,
         prediction_files=qa.squad_predictions,
         huggingface_task="QuestionAnswering",
-        huggingface_settings=lambda encoder: {},
     ),
     "tags": Kind(
         read_rows=tags.read_rows,
@@ -201,18 +194,15 @@ KINDS: dict[TaskKind, Kind] = {
         num_terms=lambda targets: (targets >= 0).sum(1),
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=tags.predict_tags,
-        activation=softmax,
         compute_metrics=tags.compute_tag_metrics,
         baseline=tags.constant_tag_baseline,
         baseline_name="always predicting the most frequent tag",
         class_ids=tags.classes_of_words,
         class_scores=tags.score_tag_classes,
-        decode=tags.decode_tags,
         columns=tags.tag_columns,
         mistakes=tags.tag_mistakes,
         output_formats=(".conll", ".jsonl"),
         huggingface_task="TokenClassification",
-        huggingface_settings=lambda encoder: {},
     ),
 }
 
