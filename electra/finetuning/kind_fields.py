@@ -40,7 +40,6 @@ def class_names(class_ids: NDArray, task: Task) -> list[str]:
 
 def class_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
     """Rows of which another class was predicted, with its probability."""
-    assert outputs.examples is not None
     probabilities = softmax(outputs.logits)
     for row in np.flatnonzero(predicted != labels):
         texts = [texts[row] for texts in (outputs.examples.texts, outputs.examples.texts_b) if texts is not None]

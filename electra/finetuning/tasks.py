@@ -126,7 +126,7 @@ class Examples:
     counts: NDArray | None = None  # [N] texts or pairs of each example, its choices or words; None: one
     labels: NDArray | None = None  # [N] class ids, scores or objects; multi-hot classes [N, classes]
     windows: int = 1  # that a long text is cut into, at most
-    rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
+    rows: Sequence[Row] = ()  # of the file, if they are to be written out again
 
     def __len__(self) -> int:
         return len(self.texts) if self.counts is None else len(self.counts)
