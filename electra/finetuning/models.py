@@ -59,6 +59,7 @@ HEADS = {"classic": ClassicHead, "modern": ModernHead}
 class TaskModel(nn.Module):
     """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
 
+    head_input = ""  # in words; empty: the pooled states
     in_transformers = True  # whether `transformers` has a class with this head
     exported_axes: tuple[str, ...] = ("batch", "length")  # of the inputs of `exported_outputs`
 
@@ -98,7 +99,7 @@ class TaskModel(nn.Module):
         return outputs["logits"]
 
     def describe_head_input(self) -> str:
-        return "the first token" if self.pooling == "cls" else "the mean of all tokens"
+        return self.head_input or ("the first token" if self.pooling == "cls" else "the mean of all tokens")
 
 
 class WindowModel(TaskModel):
@@ -116,6 +117,8 @@ class WindowModel(TaskModel):
 class TagModel(TaskModel):
     """Logits of every token, from the same head for all of them; as in the released code, it has no dropout."""
 
+    head_input = "every token"
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, num_labels, pooling)
         self.head.dropout = nn.Identity()
@@ -124,13 +127,11 @@ class TagModel(TaskModel):
         """Logits [B, L, num_labels]."""
         return {"logits": self.head(self.encoder(input_ids, attention_mask, segment_ids))}
 
-    def describe_head_input(self) -> str:
-        return "every token"
-
 
 class CrfTagModel(TagModel):
     """A CRF over the words, which are the tokens with a target, known or not."""
 
+    head_input = "every token, with a CRF"
     in_transformers = False
 
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
@@ -169,9 +170,6 @@ class CrfTagModel(TagModel):
         scores = (outputs[name].float() for name in ("start_transitions", "transitions", "end_transitions"))
         return best_path_logits(emissions, targets[:, : emissions.shape[1]] != IGNORED, *scores)
 
-    def describe_head_input(self) -> str:
-        return "every token, with a CRF"
-
 
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
@@ -196,6 +194,8 @@ class ChoiceModel(TaskModel):
 class SpanModel(TaskModel):
     """Scores of every token as the first and as the last one of an answer; [CLS] stands for no answer."""
 
+    head_input = "every token"
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, 2, pooling)
 
@@ -211,9 +211,6 @@ class SpanModel(TaskModel):
         """Logits [B, L, 2]; `NO_LOGIT` for tokens that are neither in the context nor [CLS]."""
         logits = torch.stack([outputs["start_logits"], outputs["end_logits"]], -1).float()
         return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
-
-    def describe_head_input(self) -> str:
-        return "every token"
 
 
 def is_context_or_cls(attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
@@ -270,6 +267,7 @@ class JointSpanModel(TaskModel):
     """An encoder with the paper's head for question answering."""
 
     head: JointSpanHead
+    head_input = "every token"
     in_transformers = False
 
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
@@ -327,9 +325,6 @@ class JointSpanModel(TaskModel):
         ends = outputs["end_logits"].masked_fill(~is_allowed[..., None], NO_LOGIT)
         spans = search_spans(starts, choose_beam(outputs["start_logits"], is_allowed), ends)
         return torch.cat([*spans, outputs["null_logit"][:, None]], 1)
-
-    def describe_head_input(self) -> str:
-        return "every token"
 
 
 def choose_beam(start_logits: Tensor, is_allowed: Tensor) -> Tensor:
