@@ -20,8 +20,7 @@ from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer, check_job_converged
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
-from electra.finetuning.models import balanced_class_weights, balanced_positive_weights
-from electra.finetuning.tasks import Examples
+from electra.finetuning.tasks import Examples, balanced_class_weights, balanced_positive_weights
 from electra.model.config import BASE, LARGE, SMALL
 from electra.model.storage import WEIGHTS, read_tensors
 from electra.training.config import Budget, HardwareConfig

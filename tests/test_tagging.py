@@ -17,10 +17,9 @@ from electra.cli import main
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig
-from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, compute_logits
 from electra.finetuning.kinds import define_task, read_examples, with_targets
-from electra.finetuning.models import CrfTagModel, TagModel
+from electra.finetuning.models import CRF, CrfTagModel, TagModel, best_path_logits
 from electra.finetuning.predict import Predictor
 from electra.finetuning.storage import load_finetuned_model, load_pretrained
 from electra.finetuning.tags import decode_tags, make_tag_features, tag_loss

@@ -24,21 +24,18 @@ from electra.finetuning.features import Features, Outputs, load_or_make_features
 from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
 from electra.finetuning.metrics import class_scores
 from electra.finetuning.models import (
-    BALANCED,
     ChoiceModel,
     CrfTagModel,
     JointSpanModel,
     SpanModel,
     TagModel,
-    balanced_class_weights,
-    balanced_positive_weights,
     binary_cross_entropy,
     cross_entropy,
-    parse_class_weights,
     span_loss,
 )
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
+    BALANCED,
     DEV_FRACTION,
     SQUAD_VERSIONS,
     TAGGING_COLUMNS,
@@ -46,8 +43,11 @@ from electra.finetuning.tasks import (
     Examples,
     Task,
     add_line_to_errors,
+    balanced_class_weights,
+    balanced_positive_weights,
     check_distinct_columns,
     get_glue_task,
+    parse_class_weights,
     read_split_rows,
     stack_labels,
     take_chunk,
