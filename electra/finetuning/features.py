@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from electra.data.encode import create_document_tokenizer
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import create_document_tokenizer
 from electra.errors import DataError
 from electra.finetuning.tasks import Examples, check_text
 from electra.kernels.dispatch import call_without_large_kernels
