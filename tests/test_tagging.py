@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import run
 from synthetic import write_tags
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
@@ -28,11 +29,6 @@ from electra.model.electra import Electra
 from electra.model.storage import save_model
 
 FLAGS = "--kind tags --epochs 6 --learning-rate 1e-2 --batch-size 16 --length 32 --dropout 0 --device cpu"
-
-
-def run(command, capsys):
-    main(command.split())
-    return capsys.readouterr().out
 
 
 @pytest.fixture(scope="session")
