@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import DataError, format_count
-from electra.finetuning.config import JobsConfig, TuningConfig
+from electra.finetuning.config import FinetuneConfig, GlueConfig, JobsConfig
 from electra.finetuning.features import Outputs, read_logits
 from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, load_features, read_examples
@@ -44,7 +44,6 @@ from electra.runfolder import (
     write_stored,
 )
 from electra.training.checkpoint import check_own_folder, find_model_folder
-from electra.training.config import HardwareConfig, TrackerName
 
 DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme", "has_unanswerable")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
@@ -62,32 +61,23 @@ def lock_output(output: Path, task_folders: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def prepare_jobs(
-    *,
-    model: Path,
-    task: Task,
-    tuning: TuningConfig,
-    hardware: HardwareConfig,
-    seeds: int,
-    folder: Path,
-    track: TrackerName = "none",
-) -> list[Job]:
+def prepare_jobs(config: FinetuneConfig | GlueConfig, task: Task, seeds: int, folder: Path) -> list[Job]:
     """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
-    check_class_weights(tuning.class_weights, task)
-    model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
+    check_class_weights(config.tuning.class_weights, task)
+    model = find_model_to_finetune(config.model)  # of all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
-    settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
-    settings["length"] = tuning.length_for(task)
+    settings = {"model": str(model), "precision": config.hardware.precision} | asdict(config.tuning)
+    settings["length"] = config.tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
     jobs = [
         Job(
             model=model,
             task=task,
-            tuning=tuning,
-            hardware=hardware,
+            tuning=config.tuning,
+            hardware=config.hardware,
             seed=seed,
             folder=folder / f"seed-{seed}",
-            track=track,
+            track=config.jobs.track,
         )
         for seed in range(1, seeds + 1)
     ]
