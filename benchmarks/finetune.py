@@ -42,7 +42,7 @@ from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.features import IGNORED, NO_LOGIT, Features, Outputs, compute_logits
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import EVALUATION_BATCH_SIZE
-from electra.finetuning.kinds import KINDS, compute_metrics, define_task, read_examples, with_targets
+from electra.finetuning.kinds import KINDS, define_task, read_examples, with_targets
 from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.models import is_context_or_cls
 from electra.finetuning.question_answering import make_windows
@@ -164,8 +164,10 @@ class QuestionAnsweringPeer(Peer):
         features, length = self.make_features(examples).to(self.device), self.config.tuning.length_for(self.task)
         pad_id = self.tokenizer.pad_token_id
         logits = compute_logits(self.token_logits, features, EVALUATION_BATCH_SIZE, length, pad_id)
-        _, metrics = compute_metrics(self.task, logits, features, examples, calibrate=True)
-        return metrics[self.task.metrics[0]]
+        kind = KINDS[self.task.kind]
+        predicted = kind.predict(Outputs(logits, features, examples), self.task)
+        task = kind.calibrate(predicted, examples.labels, self.task)
+        return kind.compute_metrics(predicted, examples.labels, task)[task.metrics[0]]
 
 
 class TagPeer(Peer):

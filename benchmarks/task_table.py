@@ -169,15 +169,7 @@ class PeerComparison:
         print(f"{self.name}, {contender}, seed {seed}: {score}, {times}", file=sys.stderr, flush=True)
 
     def run_electra(self, seed: int) -> dict[str, Any]:
-        config = self.config
-        jobs = prepare_jobs(
-            model=config.model,
-            task=self.task,
-            tuning=config.tuning,
-            hardware=config.hardware,
-            seeds=seed,
-            folder=config.output,
-        )
+        jobs = prepare_jobs(self.config, self.task, seed, self.config.output)
         result = jobs[-1].run(quiet=True)
         rows = {"train": result.rows["train"], "dev": result.rows["dev"]}
         return {"score": result.main_metric, "seconds": result.seconds, "steps": result.steps, "rows": rows}

@@ -13,11 +13,8 @@ from transformers_models import load_without_warnings
 
 import electra
 from electra.cli import main
-from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.exporting.command import export
-from electra.exporting.config import ExportConfig
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, compute_logits, epoch_batches, make_features
 from electra.finetuning.kinds import define_task, read_examples
@@ -231,12 +228,3 @@ def test_a_wrong_label_is_one_sentence_before_anything_is_written(encoder_folder
         main(f"finetune {flags}".split())
     assert "line 2: the label is '3'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_an_exported_choice_model_is_refused_with_its_class(encoder_folder, tmp_path, capsys):
-    write_choices(tmp_path / "rows.jsonl", 12, seed=1)
-    files = f"--train {tmp_path}/rows.jsonl --output {tmp_path}/out"
-    run(f"finetune --model {encoder_folder} {files} --kind choice --epochs 1 --length 32 --device cpu", capsys)
-    export(build_config(ExportConfig, model=tmp_path / "out", output=tmp_path / "hf"))
-    with pytest.raises(DataError, match="ElectraForMultipleChoice"):
-        Predictor(PredictorConfig(model=tmp_path / "hf", input=tmp_path / "rows.jsonl"))

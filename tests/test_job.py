@@ -18,10 +18,8 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import job as job_module
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer, check_job_converged
-from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
-from electra.finetuning.models import balanced_class_weights, balanced_positive_weights
-from electra.finetuning.tasks import Examples
+from electra.finetuning.tasks import Examples, balanced_class_weights, balanced_positive_weights
 from electra.model.config import BASE, LARGE, SMALL
 from electra.model.storage import WEIGHTS, read_tensors
 from electra.training.config import Budget, HardwareConfig
@@ -223,17 +221,10 @@ def test_class_weights_multiply_the_training_losses_of_their_classes(make_job, w
         ("regression", ("balanced",), "class_weights is balanced, but a task of kind regression has none"),
     ],
 )
-def test_class_weights_that_do_not_fit_the_task_are_an_error(make_job, tmp_path, kind, words, message):
-    job = make_job(kind, rows=40)
+def test_class_weights_that_do_not_fit_the_task_are_an_error(encoder_folder, tmp_path, kind, words, message):
+    train = write_rows(tmp_path / "train.jsonl", kind, 40, seed=0)
     with pytest.raises(ConfigError, match=message):
-        prepare_jobs(
-            model=job.model,
-            task=job.task,
-            tuning=replace(job.tuning, class_weights=words),
-            hardware=job.hardware,
-            seeds=1,
-            folder=tmp_path / "out",
-        )
+        electra.finetune(model=encoder_folder, train=train, output=tmp_path / "out", class_weights=words)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,6 +1,5 @@
 """Readers: every format gives the same rows with their line numbers; errors name file and line."""
 
-import bz2
 import csv
 import gzip
 import io
@@ -13,18 +12,13 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_corpus import COMPRESS, compress_zstd
 
 from electra.data import files
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.readers import Row, read_rows, sort_labels
 
-
-def compress_zstd(data: bytes) -> bytes:
-    return pyarrow.compress(data, "zstd", asbytes=True)
-
-
-COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": compress_zstd}
 ROWS = [{"text": 'Käse, "干酪"', "label": "1"}, {"text": "", "label": "0"}]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import run
 from synthetic import write_tags
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
@@ -17,23 +18,17 @@ from electra.cli import main
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig
-from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, compute_logits
-from electra.finetuning.kinds import KINDS, define_task, read_examples, with_targets
-from electra.finetuning.models import CrfTagModel, TagModel
+from electra.finetuning.kinds import define_task, read_examples, with_targets
+from electra.finetuning.models import CRF, CrfTagModel, TagModel, best_path_logits
 from electra.finetuning.predict import Predictor
 from electra.finetuning.storage import load_finetuned_model, load_pretrained
-from electra.finetuning.tags import make_tag_features, tag_loss
+from electra.finetuning.tags import decode_tags, make_tag_features, tag_loss
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
 
 FLAGS = "--kind tags --epochs 6 --learning-rate 1e-2 --batch-size 16 --length 32 --dropout 0 --device cpu"
-
-
-def run(command, capsys):
-    main(command.split())
-    return capsys.readouterr().out
 
 
 @pytest.fixture(scope="session")
@@ -303,7 +298,7 @@ def test_tasks_are_columns_of_conll_corpora(tmp_path, name, column, metric):
     for split in task.splits:
         examples = read_examples(task, split)
         assert examples.texts == [word[0] for word in words]
-        decoded = KINDS["tags"].decode(examples.labels, task)
+        decoded = decode_tags(examples.labels, task)
         assert [tag for tags in decoded for tag in tags] == [word[column] for word in words]
 
 

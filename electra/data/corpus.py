@@ -137,19 +137,16 @@ class Corpus:
     def read_blocks(self) -> Iterator[Block]:
         """All documents in order, as blocks of bounded size."""
         is_empty = True
-        for block in read_hub_blocks(self.config) if self.is_hub else self.read_file_blocks():
+        of_files = chain.from_iterable(map(self.read_blocks_of_file, self.files))
+        for block in read_hub_blocks(self.config) if self.is_hub else of_files:
             is_empty = is_empty and block.is_blank()
             if not block.is_blank() or block.without_text:
                 yield block
         if is_empty:
             raise DataError(f"no text in {self.config.corpus}: every document is empty")
 
-    def read_file_blocks(self) -> Iterator[Block]:
-        """The blocks of all files in order, blank ones included."""
-        for file in self.files:
-            yield from self.read_blocks_of_file(file)
-
     def read_blocks_of_file(self, file: TextFile) -> Generator[Block, None, None]:
+        """The blocks of a file in order, blank ones included."""
         with open_streams(file) as (decompressed, raw):
             if file.format == ".parquet":
                 blocks = read_parquet_blocks(file, decompressed, raw, self.config.text_field)
@@ -193,7 +190,7 @@ def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, conf
             limit = f"{MAX_LINE_BYTES >> 20:,} MB"
             raise DataError(f"{source}, line {line}: longer than {limit}; split its text over several lines")
         is_cut = file.format != ".jsonl" and not end and len(text) > MAX_DOCUMENT_BYTES
-        end = find_split_point(text, MAX_DOCUMENT_BYTES) if is_cut else end
+        end = find_split_point(text) if is_cut else end
         if end:
             yield Block(source, file.format, bytes(text[:end]), line, raw.tell(), int(is_cut))
             line += text.count(b"\n", 0, end)
@@ -219,8 +216,9 @@ def find_last_blank_line_end(text: bytes | bytearray) -> int:
     return max((match.end() for match in BLANK_LINES.finditer(text)), default=0)
 
 
-def find_split_point(text: bytes | bytearray, limit: int) -> int:
-    """The last position up to `limit` that follows a space, or else lies between two characters."""
+def find_split_point(text: bytes | bytearray) -> int:
+    """The last position up to MAX_DOCUMENT_BYTES that follows a space, or else lies between two characters."""
+    limit = MAX_DOCUMENT_BYTES
     end = max(text.rfind(space, 0, limit) for space in SPACES) + 1
     if end:
         return end
@@ -291,7 +289,7 @@ def parse_text_field(source: str, line: int, value: Any) -> str:
 def split_long_document(document: bytes) -> Iterator[bytes]:
     """The document in parts of at most MAX_DOCUMENT_BYTES."""
     while len(document) > MAX_DOCUMENT_BYTES:
-        end = find_split_point(document, MAX_DOCUMENT_BYTES)
+        end = find_split_point(document)
         yield document[:end]
         document = document[end:]
     yield document

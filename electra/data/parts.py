@@ -51,11 +51,9 @@ class Part:
     @contextmanager
     def lock(self, output: Path) -> Iterator[None]:
         """Keep others from making the same shards: the folder is locked for all of them, a record for a part."""
-        with make_folder_removed_if_empty(output), lock_folder(output) if self.is_whole else self.lock_record(output):
+        lock = lock_folder(output) if self.is_whole else lock_file(self.record_path(output))
+        with make_folder_removed_if_empty(output), lock:
             yield
-
-    def lock_record(self, output: Path) -> AbstractContextManager[None]:
-        return lock_file(self.record_path(output))
 
     def lock_shared_files(self, output: Path) -> AbstractContextManager[None]:
         """Keep other parts from writing what belongs to all of them: settings, tokenizer and index."""

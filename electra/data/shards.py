@@ -277,11 +277,6 @@ class Shards:
         raise_open_file_limit(len(self.index.shards))
         return [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
 
-    def check_files(self) -> None:
-        """Raise if a shard is missing, truncated or another than the index says."""
-        for file, shard in zip(self.files, self.index.shards, strict=True):
-            file.check_entry(shard)
-
     def arrays(self, split: Split, name: Literal["tokens", "ends"]) -> list[ShardArray]:
         """An array of each shard."""
         return [ShardArray(file, f"{split}.{name}") for file in self.files]
@@ -308,7 +303,7 @@ class Shards:
 
 
 def open_shards(folder: Path) -> Shards:
-    """The shards in a folder; raises if they are unfinished, or if one is missing or truncated."""
+    """The shards in a folder; raises if they are unfinished, or one is missing, truncated or not that of the index."""
     if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
         parts = len(list(folder.glob(PART_RECORD.format("*", "*"))))
         finished = f" (finished parts: {parts})" if parts else ""
@@ -322,7 +317,8 @@ def open_shards(folder: Path) -> Shards:
             "--output shards/"
         )
     shards = Shards(folder, read_index(folder))
-    shards.check_files()
+    for file, shard in zip(shards.files, shards.index.shards, strict=True):
+        file.check_entry(shard)
     return shards
 
 

@@ -110,8 +110,8 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
     with stopped, create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
         statistics = count_characters(corpus, progress)
         config, reasons = choose_case_and_accents(config, statistics)
-        alphabet = select_alphabet(statistics.characters, config)
         untrained = config.create_tokenizer(config.special_and_unused_tokens())
+        alphabet = select_alphabet(statistics.characters, config.character_coverage, untrained)
         fixed = fixed_tokens(config, alphabet, untrained)
         if config.vocab_size is None:
             config = replace(config, vocab_size=default_vocab_size(statistics.num_bytes, len(fixed)))
@@ -160,7 +160,7 @@ class TextStatistics:
 
 
 def count_characters(corpus: Corpus, progress: Progress) -> TextStatistics:
-    """The statistics of a corpus."""
+    """Read a corpus and count its characters and words."""
     statistics = TextStatistics()
     progress.add_task("counting characters", total=sum(corpus.file_sizes()) or None)
     for document in corpus.read_documents(statistics.reading, progress):
@@ -188,15 +188,15 @@ def choose_case_and_accents(config: TokenizerConfig, statistics: TextStatistics)
     return config, reasons
 
 
-def select_alphabet(characters: Counter[str], config: TokenizerConfig) -> list[str]:
-    """The most frequent normalized characters that make up `character_coverage` of the text."""
-    normalize = config.create_tokenizer(config.special_and_unused_tokens()).library.normalizer.normalize_str
+def select_alphabet(characters: Counter[str], coverage: float, untrained: TextTokenizer) -> list[str]:
+    """The most frequent normalized characters that make up a fraction `coverage` of the text."""
+    normalize = untrained.library.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for character, count in characters.items():
         counts.update(dict.fromkeys(normalize(character).replace(" ", ""), count))
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     covered = list(accumulate(counts[character] for character in ranked))
-    size = bisect_left(covered, config.character_coverage * covered[-1]) + 1 if covered else 0
+    size = bisect_left(covered, coverage * covered[-1]) + 1 if covered else 0
     return sorted(ranked[:size])
 
 

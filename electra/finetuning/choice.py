@@ -88,8 +88,6 @@ def encode_choice(parsed: tuple[str, list[str]], task: Task) -> int:
 def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
-    assert outputs.examples is not None
-    assert outputs.examples.rows is not None
     logits, rows = outputs.logits, outputs.examples.rows
     for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
         choices = read_choices(task, row)

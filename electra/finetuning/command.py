@@ -110,15 +110,7 @@ def with_trained_length(task: Task, model: Path) -> Task:
 
 def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
     task = with_trained_length(task, find_model_to_finetune(config.model))
-    jobs = prepare_jobs(
-        model=config.model,
-        task=task,
-        tuning=config.tuning,
-        hardware=config.hardware,
-        seeds=config.jobs.seeds,
-        folder=config.output,
-        track=config.jobs.track,
-    )
+    jobs = prepare_jobs(config, task, config.jobs.seeds, config.output)
     results = run_jobs(jobs, config.jobs)
     median, deviation = medians_and_deviations(results)
     return FinetuneResult(

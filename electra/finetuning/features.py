@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from electra.data.encode import create_document_tokenizer
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import create_document_tokenizer
-from electra.errors import ConfigError, DataError
+from electra.errors import DataError
 from electra.finetuning.tasks import Examples, check_text
 from electra.kernels.dispatch import call_without_large_kernels
 from electra.model.storage import read_tensors, write_tensors
@@ -54,8 +54,6 @@ class RowBatch:
         return len(self.rows) * self.slots * self.length
 
     def micro_batches(self, count: int) -> list[RowBatch]:
-        if self.num_rows % count:
-            raise ConfigError(f"a batch of {self.num_rows} rows cannot be split into {count} equal micro-batches")
         chunks = zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
         return [replace(self, rows=rows, weights=weights) for rows, weights in chunks]
 
@@ -125,7 +123,7 @@ class Outputs:
 
     logits: NDArray  # [N, outputs] of rows; or [tokens, outputs], of the tokens of `Features.input_ids`
     features: Features | None = None
-    examples: Examples | None = None
+    examples: Examples = field(default_factory=lambda: Examples(texts=[]))
 
     def row_logits(self) -> list[NDArray]:
         """The logits [length, outputs] of the tokens of each row."""

@@ -77,15 +77,7 @@ def with_diagnostic_splits(task: Task, data: str) -> Task:
 
 def prepare_task_jobs(task: Task, config: GlueConfig) -> list[Job]:
     large_seeds = config.large_seeds if task.name in LARGE_TASKS else None
-    return prepare_jobs(
-        model=config.model,
-        task=task,
-        tuning=config.tuning,
-        hardware=config.hardware,
-        seeds=large_seeds or config.jobs.seeds,
-        folder=config.output / task.name,
-        track=config.jobs.track,
-    )
+    return prepare_jobs(config, task, large_seeds or config.jobs.seeds, config.output / task.name)
 
 
 @dataclass(frozen=True)

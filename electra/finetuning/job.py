@@ -260,10 +260,6 @@ class FinetuningTask:
                 remove_written_folder(other)
         self.best = best
 
-    def restore_best_epoch(self) -> None:
-        """Load the weights of the best epoch."""
-        restore_weights(self.model, best_epoch_folders(self.job.folder)[-1])
-
     def should_stop(self) -> bool:
         """Whether the last epochs were no better than an earlier one (--early-stopping)."""
         if self.tuning.early_stopping is None or self.best is None:
@@ -372,7 +368,7 @@ def train_job(job: Job, quiet: bool) -> None:
             print(f"stopped; checkpoint saved in {job.folder}; run the same command to continue", file=sys.stderr)
         sys.exit(result.exit_code)
     if task.best is not None:
-        task.restore_best_epoch()
+        restore_weights(task.model, best_epoch_folders(job.folder)[-1])
     write_job_outputs(task, result.step, result.seconds)
 
 

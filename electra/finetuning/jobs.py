@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import DataError, format_count
-from electra.finetuning.config import JobsConfig, TuningConfig
+from electra.finetuning.config import FinetuneConfig, GlueConfig, JobsConfig
 from electra.finetuning.features import Outputs, read_logits
 from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
-from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
+from electra.finetuning.kinds import KINDS, check_class_weights, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.storage import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import HUB, Task
@@ -44,7 +44,6 @@ from electra.runfolder import (
     write_stored,
 )
 from electra.training.checkpoint import check_own_folder, find_model_folder
-from electra.training.config import HardwareConfig, TrackerName
 
 DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme", "has_unanswerable")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
@@ -62,32 +61,23 @@ def lock_output(output: Path, task_folders: Iterable[Path]) -> Iterator[None]:
         yield
 
 
-def prepare_jobs(
-    *,
-    model: Path,
-    task: Task,
-    tuning: TuningConfig,
-    hardware: HardwareConfig,
-    seeds: int,
-    folder: Path,
-    track: TrackerName = "none",
-) -> list[Job]:
+def prepare_jobs(config: FinetuneConfig | GlueConfig, task: Task, seeds: int, folder: Path) -> list[Job]:
     """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
-    check_class_weights(tuning.class_weights, task)
-    model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
+    check_class_weights(config.tuning.class_weights, task)
+    model = find_model_to_finetune(config.model)  # of all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
-    settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
-    settings["length"] = tuning.length_for(task)
+    settings = {"model": str(model), "precision": config.hardware.precision} | asdict(config.tuning)
+    settings["length"] = config.tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
     jobs = [
         Job(
             model=model,
             task=task,
-            tuning=tuning,
-            hardware=hardware,
+            tuning=config.tuning,
+            hardware=config.hardware,
             seed=seed,
             folder=folder / f"seed-{seed}",
-            track=track,
+            track=config.jobs.track,
         )
         for seed in range(1, seeds + 1)
     ]
@@ -223,7 +213,7 @@ def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics]
 
 def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
-    job, task, metrics = jobs[0], jobs[0].task, {}
+    job, task, kind, metrics = jobs[0], jobs[0].task, KINDS[jobs[0].task.kind], {}
     if task.has_unanswerable:
         task = task_of_ensemble([read_finetuned_config(job.folder / MODEL) for job in jobs])
     tokenizer = load_model_tokenizer(job.model)
@@ -231,7 +221,8 @@ def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
         examples = read_examples(task, split)
         if examples.labels is not None:
             features = load_features(task, examples, tokenizer, job.length, job.features_cache)
-            _, metrics[split] = compute_metrics(task, logits, features, examples, calibrate=False)
+            predicted = kind.predict(Outputs(logits, features, examples), task)
+            metrics[split] = kind.compute_metrics(predicted, examples.labels, task)
     return metrics
 
 

@@ -34,13 +34,12 @@ def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, de
     return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
 
 
-def no_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
-    return iter(())
+def class_names(class_ids: NDArray, task: Task) -> list[str]:
+    return [task.labels[class_id] for class_id in class_ids]
 
 
 def class_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
     """Rows of which another class was predicted, with its probability."""
-    assert outputs.examples is not None
     probabilities = softmax(outputs.logits)
     for row in np.flatnonzero(predicted != labels):
         texts = [texts[row] for texts in (outputs.examples.texts, outputs.examples.texts_b) if texts is not None]
@@ -90,7 +89,7 @@ class Kind:
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     max_loss_ratio: float = DIVERGED  # of a training loss to `uniform_loss`; above it the training diverged
     predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
-    activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    activation: Callable[[NDArray], NDArray] = softmax  # logits [N, num_labels] → probabilities, or scores
     compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
         predicted, labels
     )
@@ -102,12 +101,12 @@ class Kind:
     """Predictions, labels → precision, recall and F1 of each class."""
 
     # from predictions to files
-    decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
-    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]  # of `electra predict`
-    mistakes: Callable[[Task, Outputs, NDArray, NDArray], Iterator[Mistake]] = no_mistakes
+    decode: Callable[[NDArray, Task], list[Any]] = class_names  # labels or predictions → class names or scores
+    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]  # of `electra predict`; those of texts need `decode`
+    mistakes: Callable[[Task, Outputs, NDArray, NDArray], Iterator[Mistake]] = lambda *_: iter(())
     """Outputs, predictions, labels → wrong predictions, for errors.md."""
     output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
     prediction_files: Callable[[Task, Outputs], Iterator[dict[str, Any]]] | None = None  # of each example, by file name
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
-    huggingface_settings: Callable[[EncoderConfig], Settings]
+    huggingface_settings: Callable[[EncoderConfig], Settings] = lambda encoder: {}
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels

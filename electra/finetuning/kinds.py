@@ -20,25 +20,22 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, Outputs, load_or_make_features, softmax
+from electra.finetuning.features import Features, Outputs, load_or_make_features
 from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
-from electra.finetuning.metrics import Metrics, class_scores
+from electra.finetuning.metrics import class_scores
 from electra.finetuning.models import (
-    BALANCED,
     ChoiceModel,
     CrfTagModel,
     JointSpanModel,
     SpanModel,
     TagModel,
-    balanced_class_weights,
-    balanced_positive_weights,
     binary_cross_entropy,
     cross_entropy,
-    parse_class_weights,
     span_loss,
 )
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
+    BALANCED,
     DEV_FRACTION,
     SQUAD_VERSIONS,
     TAGGING_COLUMNS,
@@ -46,8 +43,11 @@ from electra.finetuning.tasks import (
     Examples,
     Task,
     add_line_to_errors,
+    balanced_class_weights,
+    balanced_positive_weights,
     check_distinct_columns,
     get_glue_task,
+    parse_class_weights,
     read_split_rows,
     stack_labels,
     take_chunk,
@@ -77,9 +77,7 @@ KINDS: dict[TaskKind, Kind] = {
         balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda outputs, task: outputs.logits.argmax(1),
-        activation=softmax,
         class_ids=lambda class_ids: class_ids,
-        decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
         columns=class_columns,
         mistakes=class_mistakes,
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
@@ -134,10 +132,8 @@ KINDS: dict[TaskKind, Kind] = {
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(choice.MAX_CHOICES),
         predict=lambda outputs, task: outputs.logits.argmax(1),
-        activation=softmax,
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
         baseline_name="choosing at random",
-        decode=lambda indices, task: indices.tolist(),
         columns=choice.choice_columns,
         huggingface_task="MultipleChoice",
         huggingface_settings=choice_settings,
@@ -164,19 +160,16 @@ KINDS: dict[TaskKind, Kind] = {
         loss=span_loss,
         uniform_loss=lambda task: math.log(task.length),
         predict=qa.predict_answers,
-        activation=lambda logits: logits,
         compute_metrics=qa.answer_metrics,
         calibrate=qa.tune_null_threshold,
         baseline=lambda task, train_labels, dev_labels, dev: qa.answer_metrics(
             np.array([("", 0.0)] * len(dev_labels), object), dev_labels, task
         ),
         baseline_name="giving no answer",
-        decode=lambda predicted, task: predicted[:, 0].tolist(),
         columns=qa.answer_columns,
         mistakes=qa.answer_mistakes,
         prediction_files=qa.squad_predictions,
         huggingface_task="QuestionAnswering",
-        huggingface_settings=lambda encoder: {},
     ),
     "tags": Kind(
         read_rows=tags.read_rows,
@@ -201,18 +194,15 @@ KINDS: dict[TaskKind, Kind] = {
         num_terms=lambda targets: (targets >= 0).sum(1),
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=tags.predict_tags,
-        activation=softmax,
         compute_metrics=tags.compute_tag_metrics,
         baseline=tags.constant_tag_baseline,
         baseline_name="always predicting the most frequent tag",
         class_ids=tags.classes_of_words,
         class_scores=tags.score_tag_classes,
-        decode=tags.decode_tags,
         columns=tags.tag_columns,
         mistakes=tags.tag_mistakes,
         output_formats=(".conll", ".jsonl"),
         huggingface_task="TokenClassification",
-        huggingface_settings=lambda encoder: {},
     ),
 }
 
@@ -230,18 +220,6 @@ def load_features(
     """Token ids and targets of examples, from a cache after the first time."""
     make_features = KINDS[task.kind].make_features
     return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
-
-
-def compute_metrics(
-    task: Task, logits: NDArray, features: Features, examples: Examples, calibrate: bool
-) -> tuple[Task, Metrics]:
-    """The task, with thresholds for these examples if it is to be calibrated, and its metrics of their logits."""
-    assert examples.labels is not None
-    kind = KINDS[task.kind]
-    predicted = kind.predict(Outputs(logits, features, examples), task)
-    if calibrate:
-        task = kind.calibrate(predicted, examples.labels, task)
-    return task, kind.compute_metrics(predicted, examples.labels, task)
 
 
 def check_class_weights(words: tuple[str, ...], task: Task) -> None:

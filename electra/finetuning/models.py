@@ -4,25 +4,20 @@ import math
 from collections.abc import Callable
 from typing import get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
-from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, NO_LOGIT
 from electra.finetuning.frozen import FrozenEncoder
 from electra.finetuning.question_answering import MAX_ANSWER, N_BEST
-from electra.finetuning.tasks import Task
 from electra.kernels.reference import gather_positions
 from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
-from electra.runfolder import join_first_names
 
-BALANCED = "balanced"
+Reduce = Callable[[Tensor, int], Tensor]  # logsumexp or amax over a dimension
 ClassWeights = Tensor | None  # [classes]; None: all are 1
 
 
@@ -59,6 +54,7 @@ HEADS = {"classic": ClassicHead, "modern": ModernHead}
 class TaskModel(nn.Module):
     """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
 
+    head_input = ""  # in words; empty: the pooled states
     in_transformers = True  # whether `transformers` has a class with this head
     exported_axes: tuple[str, ...] = ("batch", "length")  # of the inputs of `exported_outputs`
 
@@ -98,7 +94,7 @@ class TaskModel(nn.Module):
         return outputs["logits"]
 
     def describe_head_input(self) -> str:
-        return "the first token" if self.pooling == "cls" else "the mean of all tokens"
+        return self.head_input or ("the first token" if self.pooling == "cls" else "the mean of all tokens")
 
 
 class WindowModel(TaskModel):
@@ -116,6 +112,8 @@ class WindowModel(TaskModel):
 class TagModel(TaskModel):
     """Logits of every token, from the same head for all of them; as in the released code, it has no dropout."""
 
+    head_input = "every token"
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, num_labels, pooling)
         self.head.dropout = nn.Identity()
@@ -124,13 +122,63 @@ class TagModel(TaskModel):
         """Logits [B, L, num_labels]."""
         return {"logits": self.head(self.encoder(input_ids, attention_mask, segment_ids))}
 
-    def describe_head_input(self) -> str:
-        return "every token"
+
+class CRF(nn.Module):
+    """A linear-chain conditional random field: the tag of a word depends on the tag before it.
+
+    The score of a path is the sum of its emissions, of a transition between each word and the next, and of the scores
+    of its first and last tag. `conditional_logits` and `best_path_logits` have the shape of the emissions, so that loss
+    and predictions are those of a model without a CRF. Tokens that are no words are skipped."""
+
+    def __init__(self, num_labels: int) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(num_labels))
+        self.transitions = nn.Parameter(torch.zeros(num_labels, num_labels))  # [tag, next tag]
+        self.end = nn.Parameter(torch.zeros(num_labels))
+
+    def conditional_logits(self, emissions: Tensor, tags: Tensor, is_word: Tensor) -> Tensor:
+        """Logits [B, L, K] of the tag of each word given `tags` [B, L] before it.
+
+        Their cross-entropies with `tags`, added over the words of a row, are -log p(tags): by the chain rule
+        p(tags) = Π p(tag | tags before it)."""
+        positions = torch.arange(is_word.shape[1], device=is_word.device)
+        latest = torch.where(is_word, positions, -1).cummax(1).values  # position of the latest word
+        previous = functional.pad(latest[:, :-1], (1, 0), value=-1)  # of the word before
+        previous_tags = tags.gather(1, previous.clamp(min=0))
+        one_hot = (previous_tags[..., None] == torch.arange(len(self.start), device=tags.device)).to(emissions.dtype)
+        incoming = torch.where(previous[..., None] < 0, self.start, one_hot @ self.transitions.to(emissions.dtype))
+        after = backward_messages(emissions, is_word, self.transitions, self.end, torch.logsumexp)
+        return emissions + incoming + after
+
+
+def best_path_logits(emissions: Tensor, is_word: Tensor, start: Tensor, transitions: Tensor, end: Tensor) -> Tensor:
+    """The score [B, L, K] of the best path of those with a tag at a word, up to a constant for each row.
+
+    Their argmax is the best path (as found by the Viterbi algorithm)."""
+    before = messages(emissions, is_word, start, transitions, torch.amax)
+    return before + emissions + backward_messages(emissions, is_word, transitions, end, torch.amax)
+
+
+def backward_messages(emissions: Tensor, is_word: Tensor, transitions: Tensor, end: Tensor, reduce: Reduce) -> Tensor:
+    """For each tag of a word, all (logsumexp) or the best (amax) of the paths after it."""
+    return messages(emissions.flip(1), is_word.flip(1), end, transitions.T, reduce).flip(1)
+
+
+def messages(emissions: Tensor, is_word: Tensor, first: Tensor, transitions: Tensor, reduce: Reduce) -> Tensor:
+    """For each tag of a word, all or the best of the paths before it [B, L, K]; `first` [K] where there are none."""
+    message = first.expand_as(emissions[:, 0])
+    result = []
+    for emission, is_present in zip(emissions.unbind(1), is_word.unbind(1), strict=True):
+        result.append(message)
+        extended = reduce((message + emission)[..., None] + transitions, 1)
+        message = torch.where(is_present[:, None], extended, message)
+    return torch.stack(result, 1)
 
 
 class CrfTagModel(TagModel):
     """A CRF over the words, which are the tokens with a target, known or not."""
 
+    head_input = "every token, with a CRF"
     in_transformers = False
 
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
@@ -169,9 +217,6 @@ class CrfTagModel(TagModel):
         scores = (outputs[name].float() for name in ("start_transitions", "transitions", "end_transitions"))
         return best_path_logits(emissions, targets[:, : emissions.shape[1]] != IGNORED, *scores)
 
-    def describe_head_input(self) -> str:
-        return "every token, with a CRF"
-
 
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
@@ -196,6 +241,8 @@ class ChoiceModel(TaskModel):
 class SpanModel(TaskModel):
     """Scores of every token as the first and as the last one of an answer; [CLS] stands for no answer."""
 
+    head_input = "every token"
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, 2, pooling)
 
@@ -211,9 +258,6 @@ class SpanModel(TaskModel):
         """Logits [B, L, 2]; `NO_LOGIT` for tokens that are neither in the context nor [CLS]."""
         logits = torch.stack([outputs["start_logits"], outputs["end_logits"]], -1).float()
         return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
-
-    def describe_head_input(self) -> str:
-        return "every token"
 
 
 def is_context_or_cls(attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
@@ -270,6 +314,7 @@ class JointSpanModel(TaskModel):
     """An encoder with the paper's head for question answering."""
 
     head: JointSpanHead
+    head_input = "every token"
     in_transformers = False
 
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
@@ -328,9 +373,6 @@ class JointSpanModel(TaskModel):
         spans = search_spans(starts, choose_beam(outputs["start_logits"], is_allowed), ends)
         return torch.cat([*spans, outputs["null_logit"][:, None]], 1)
 
-    def describe_head_input(self) -> str:
-        return "every token"
-
 
 def choose_beam(start_logits: Tensor, is_allowed: Tensor) -> Tensor:
     """The `N_BEST` most likely first tokens [B, N_BEST] without [CLS], in the order of the text.
@@ -381,7 +423,7 @@ POOL: dict[EmbeddingPooling, Callable[[Tensor, Tensor], Tensor]] = {
 """Functions of states [B, L, D] and attention mask [B, L] to pooled states [B, D]."""
 
 
-# Losses, and weights of classes.
+# Losses.
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
@@ -393,32 +435,3 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor, weights: ClassWeights 
     """The mean losses [B] of all classes of multi-hot targets [B, classes]; `weights` multiply those of ones."""
     losses = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="none")
     return losses.mean(1)
-
-
-def balanced_class_weights(labels: NDArray, num_classes: int) -> NDArray:
-    """Weights of classes in inverse proportion to their rows, 1 on average over the rows of `labels` [N]."""
-    counts = np.bincount(labels, minlength=num_classes)
-    return len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))
-
-
-def balanced_positive_weights(labels: NDArray, num_classes: int) -> NDArray:
-    """For each class of multi-hot `labels` [N, classes]: rows without it, at least one, for each row with it."""
-    counts = labels.sum(0)
-    return np.maximum(len(labels) - counts, 1) / np.maximum(counts, 1)
-
-
-def parse_class_weights(words: tuple[str, ...], task: Task) -> list[float]:
-    """The weight of each class of a task from words NAME=WEIGHT; classes that are not named have 1."""
-    weights = dict.fromkeys(task.labels, 1.0)
-    for word in words:
-        name, _, number = word.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = -1.0
-        if name not in weights or not weight >= 0 or not math.isfinite(weight):
-            names = join_first_names(list(weights), 20)
-            allowed = f"{BALANCED}, or CLASS=WEIGHT with a weight of at least 0 for some of the classes {names}"
-            raise ConfigError(f"is {word}; it must be {allowed}", field="class_weights")
-        weights[name] = weight
-    return list(weights.values())

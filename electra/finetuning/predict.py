@@ -229,8 +229,6 @@ def write_predictions(
         content = io.StringIO(newline="")
         writer = writer_class(content, output.state.get("header", []), predictor.task)
         for outputs in predictor.stream_outputs(path, with_labels=False):
-            assert outputs.examples is not None
-            assert outputs.examples.rows is not None
             predictions = make_columns(predictor.task, outputs)
             for row, prediction in zip(outputs.examples.rows, predictions, strict=True):
                 with add_line_to_errors(str(path), row.line):
@@ -367,14 +365,13 @@ def evaluate_predictor(predictor: Predictor, path: Path) -> EvaluateResult:
     labels, predictions = [], []
     unknown, total = Counter[str](), 0
     for outputs in predictor.stream_outputs(path, with_labels=True):
-        assert outputs.examples is not None
         if outputs.examples.labels is None:
             raise DataError(
                 f"{path} has no label column {task.label!r}; evaluation needs labels, electra predict does not"
             )
         labels.append(outputs.examples.labels)
         predictions.append(predictor.kind.predict(outputs, task))
-        in_chunk, count = count_unknown_labels(task, str(path), outputs.examples.rows or ())
+        in_chunk, count = count_unknown_labels(task, str(path), outputs.examples.rows)
         unknown, total = unknown + in_chunk, total + count
     report_unknown_labels(str(path), unknown, total)
     truth, predicted, class_ids = np.concatenate(labels), np.concatenate(predictions), predictor.kind.class_ids

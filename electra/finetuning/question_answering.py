@@ -307,7 +307,6 @@ def find_answers(outputs: Outputs, task: Task, count: int = N_BEST) -> list[Answ
     """The best answers to the question of each example, from all windows of its context."""
     features, examples = outputs.features, outputs.examples
     assert features is not None
-    assert examples is not None
     assert examples.texts_b is not None
     offsets, firsts = features.offsets.cpu().numpy(), features.lengths_a.tolist()
     starts, rows = features.starts.tolist(), features.examples.tolist()
@@ -370,7 +369,7 @@ def unpack_beam(output: NDArray, first: int, count: int = N_BEST) -> tuple[float
 
 def predict_answers(outputs: Outputs, task: Task) -> NDArray:
     """The best answer, were there one, and the log-odds that there is none [N, 2]."""
-    predicted = np.empty((len(outputs.examples or ()), 2), object)
+    predicted = np.empty((len(outputs.examples), 2), object)
     for index, answer in enumerate(find_answers(outputs, task, count=1)):
         predicted[index] = (answer.texts or [""])[0], answer.null_odds
     return predicted
@@ -416,7 +415,6 @@ def answer_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
 
 def answer_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
     """Answers that share no word with a true one, with the part of the context they are from."""
-    assert outputs.examples is not None
     contexts = outputs.examples.texts_b or []
     rows = zip(find_answers(outputs, task), labels, outputs.examples.texts, contexts, strict=True)
     for answer, answers, question, context in rows:

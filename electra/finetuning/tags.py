@@ -342,7 +342,6 @@ def tag_loss(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> T
 
 def predict_tags(outputs: Outputs, task: Task) -> NDArray:
     """The class ids of the words of each sentence, as lists; an I- that continues no entity becomes B-."""
-    assert outputs.examples is not None
     counts = outputs.examples.text_counts
     predicted = stack_labels(split_sentences(word_logits(outputs).argmax(1).tolist(), counts))
     if task.scheme is None:
@@ -362,7 +361,6 @@ def word_logits(outputs: Outputs) -> NDArray:
 def word_confidences(task: Task, outputs: Outputs) -> list[Sequence[float]]:
     """Of each sentence, the probabilities of the words' tags; of a CRF, whose logits are scores of best paths, by how
     much they exceed the second-best."""
-    assert outputs.examples is not None
     logits = torch.from_numpy(word_logits(outputs))
     if task.crf:
         ordered = logits.sort(1).values
@@ -374,7 +372,6 @@ def word_confidences(task: Task, outputs: Outputs) -> list[Sequence[float]]:
 
 def tag_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The tags of each sentence, their probabilities (not of a CRF), and the entities."""
-    assert outputs.examples is not None
     tags = decode_tags(predict_tags(outputs, task), task)
     sentences = split_sentences(outputs.examples.texts, outputs.examples.text_counts)
     for prediction, words, values in zip(tags, sentences, word_confidences(task, outputs), strict=True):
@@ -399,7 +396,6 @@ def describe_entity(entity: Entity, words: Sequence[str], probabilities: Sequenc
 
 def tag_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
     """Words with another tag than the predicted one, between the words around them."""
-    assert outputs.examples is not None
     sentences = split_sentences(outputs.examples.texts, outputs.examples.text_counts)
     rows = zip(sentences, word_confidences(task, outputs), predicted, labels, strict=True)
     unknown = "(in no training row)"

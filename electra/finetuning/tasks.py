@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TagScheme, Ta
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
+BALANCED = "balanced"  # --class-weights
 DEV_FRACTION = 0.1  # of the training rows that is held out if there is no dev file
 MAX_CHUNK_CHARACTERS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Of the rows that are computed at a time, besides the last one, by device. On a CPU they take up to a minute, then the
@@ -126,7 +128,7 @@ class Examples:
     counts: NDArray | None = None  # [N] texts or pairs of each example, its choices or words; None: one
     labels: NDArray | None = None  # [N] class ids, scores or objects; multi-hot classes [N, classes]
     windows: int = 1  # that a long text is cut into, at most
-    rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
+    rows: Sequence[Row] = ()  # of the file, if they are to be written out again
 
     def __len__(self) -> int:
         return len(self.texts) if self.counts is None else len(self.counts)
@@ -376,3 +378,35 @@ def stack_labels(labels: Sequence[Any], dtype: type = object) -> NDArray:
     for index, label in enumerate(labels):
         stacked[index] = label
     return stacked
+
+
+# Weights of classes in the loss.
+
+
+def balanced_class_weights(labels: NDArray, num_classes: int) -> NDArray:
+    """Weights of classes in inverse proportion to their rows, 1 on average over the rows of `labels` [N]."""
+    counts = np.bincount(labels, minlength=num_classes)
+    return len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+
+
+def balanced_positive_weights(labels: NDArray, num_classes: int) -> NDArray:
+    """For each class of multi-hot `labels` [N, classes]: rows without it, at least one, for each row with it."""
+    counts = labels.sum(0)
+    return np.maximum(len(labels) - counts, 1) / np.maximum(counts, 1)
+
+
+def parse_class_weights(words: tuple[str, ...], task: Task) -> list[float]:
+    """The weight of each class of a task from words NAME=WEIGHT; classes that are not named have 1."""
+    weights = dict.fromkeys(task.labels, 1.0)
+    for word in words:
+        name, _, number = word.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if name not in weights or not weight >= 0 or not math.isfinite(weight):
+            names = join_first_names(list(weights), 20)
+            allowed = f"{BALANCED}, or CLASS=WEIGHT with a weight of at least 0 for some of the classes {names}"
+            raise ConfigError(f"is {word}; it must be {allowed}", field="class_weights")
+        weights[name] = weight
+    return list(weights.values())

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from electra.data import wordpiece
+from electra.data import encode
+from electra.data.encode import CachedWordPieceTokenizer, DocumentTokenizer, create_document_tokenizer
 from electra.data.tokenizer import build_wordpiece_tokenizer
-from electra.data.wordpiece import CachedWordPieceTokenizer, DocumentTokenizer, create_document_tokenizer
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = [*"abcdefghijklmnopqrstuvwxyzABCXYZéÉßæ[]#.,-'=中文字12·", "ing", "the", "\u0301", "mask", "[MASK", "ß"]
@@ -75,14 +75,14 @@ def test_special_tokens_in_text_are_encoded_as_text():
 def test_limits_of_memory_change_no_ids(monkeypatch, limit, value):
     text = " ".join(HARD_TEXTS).encode()
     expected = lowercase_tokenizer().encode([text])
-    monkeypatch.setattr(wordpiece, limit, value)
+    monkeypatch.setattr(encode, limit, value)
     fast = lowercase_tokenizer()
     assert fast.encode([text]) == expected
-    assert len(fast.cache) <= wordpiece.MAX_CACHED_WORDS
+    assert len(fast.cache) <= encode.MAX_CACHED_WORDS
 
 
 def test_an_overlong_word_is_encoded_in_parts(monkeypatch):
-    monkeypatch.setattr(wordpiece, "MAX_WORD_CHARACTERS", 10)
+    monkeypatch.setattr(encode, "MAX_WORD_CHARACTERS", 10)
     assert len(lowercase_tokenizer().encode([b"a" * 25])[0]) == 2 * (25 + 1)
 
 
