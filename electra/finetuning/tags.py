@@ -95,7 +95,7 @@ def find_columns(task: Task, row: Row) -> Task:
     if label == TAGS[0]:
         label = next((name for name in (*TAGS, *numbers[:0:-1]) if name in row.values), label)
     aliases = dict.fromkeys(WORDS, text) | dict.fromkeys(TAGS if numbers else (*TAGS, "2"), label)
-    aliases = {name: aliases[name] for name in aliases.keys() - {text, label}}
+    aliases = {name: column for name, column in aliases.items() if name not in (text, label)}
     return check_distinct_columns(replace(task, text=text, label=label, aliases=aliases))
 
 
