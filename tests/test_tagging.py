@@ -306,7 +306,7 @@ def test_columns_are_found_in_the_training_file(tmp_path):
     write_tags(tmp_path / "rows.conll", 3, seed=0)
     task = define_task(TaskConfig(train=tmp_path / "rows.conll"))
     assert (task.kind, task.text, task.label) == ("tags", "1", "3")
-    assert list(task.aliases) == ["words", "tokens", "FORM", "tags", "UPOS", "2"]  # in order of preference
+    assert list(task.aliases) == ["words", "tokens", "FORM", "tags", "UPOS"]  # in order of preference
     task = define_task(TaskConfig(train=tmp_path / "rows.conll", text="3", label="1"))
     assert (task.text, task.label, task.scheme) == ("3", "1", None)
     with pytest.raises(ConfigError, match="--text and --label are 1; they must be different columns"):
