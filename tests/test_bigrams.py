@@ -8,7 +8,9 @@ from electra.data.shards import open_shards
 from electra.objectives.evaluation import DetectionMetrics, MaskedAndCorrupted, evaluate
 from electra.objectives.masking import Masked
 from electra.objectives.objectives import Corrupted
-from electra.pretraining.bigrams import (
+from electra.pretraining.held_out import held_out_batches
+from electra.pretraining.token_counts import unigram_frequencies
+from electra.serving.comparison import (
     BigramCounts,
     bigram_auc,
     bigram_mlm_loss,
@@ -16,8 +18,6 @@ from electra.pretraining.bigrams import (
     evaluation_batches,
     evaluation_samples,
 )
-from electra.pretraining.held_out import held_out_batches
-from electra.pretraining.token_counts import unigram_frequencies
 from electra.serving.inference import load_text_model
 
 
