@@ -43,6 +43,7 @@ class ExportSource:
     settings: Settings
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
     length: int  # tokens that the tokenizer truncates to
+    vocabulary: Vocabulary | None  # of the tokenizer, if there is one
     finetuned: FinetunedConfig | None = None
     input_axes: tuple[str, ...] = ("batch", "length")
 
@@ -69,12 +70,15 @@ class ExportSource:
 
     def exportable_model(self) -> ExportableModel:
         """The model in fp32, with the inputs and outputs of its class."""
-        int8_head = self.purpose == "generator"  # whose head is most of it
-        model, axes = self.model.float(), self.input_axes
-        vocabulary = read_vocabulary(self.folder)
-        special_ids = None if vocabulary is None else (vocabulary.cls_id, vocabulary.sep_id)
+        vocabulary = self.vocabulary
         return ExportableModel(
-            model, self.encoder, self.outputs, axes, int8_head, self.has_segments, special_ids
+            self.model.float(),
+            self.encoder,
+            self.outputs,
+            self.input_axes,
+            int8_head=self.purpose == "generator",  # whose head is most of it
+            has_segments=self.has_segments,
+            special_ids=None if vocabulary is None else (vocabulary.cls_id, vocabulary.sep_id),
         ).eval()
 
 
@@ -95,13 +99,14 @@ def load_export_source(config: ExportConfig) -> ExportSource:
     folder = find_model_folder(config.model)
     electra = load_model(folder)
     if config.part == "discriminator":
-        check_exportable_discriminator(electra, folder, is_page=config.to == "page")
+        check_exportable_discriminator(electra, folder, config.to == "page")
     part = merge_disentangled_embeddings(select_part(electra, config.part).eval())
     encoder = part.encoder.config
     name = EXPORT_CLASSES[encoder.style][config.part]
     tensors = to_huggingface_tensors(fold_projection(part.state_dict(), encoder), ARCHITECTURES[name])
     dtype = next(iter(tensors.values())).dtype
-    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, part.encoder))
+    vocabulary = read_vocabulary(folder)
+    settings = to_huggingface_config(encoder, name, dtype, vocabulary)
     return ExportSource(
         folder=folder,
         model=part.encoder if config.part == "encoder" else part,
@@ -111,10 +116,11 @@ def load_export_source(config: ExportConfig) -> ExportSource:
         settings=settings | label_settings(ARCHITECTURES[name].labels),
         purpose=config.part,
         length=min(encoder.positions, read_trained_length(folder) or encoder.positions),
+        vocabulary=vocabulary,
     )
 
 
-def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool = False) -> None:
+def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool) -> None:
     """Check that there is a discriminator and that its head was trained."""
     if not isinstance(electra.discriminator, Discriminator):
         part = "generator" if electra.discriminator is None else "encoder"
@@ -179,7 +185,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         check_exported_as_onnx(task.crf, folder, config)
         class_name = EXPORT_CLASSES[encoder.style]["encoder"]  # with further outputs
         tensors |= dict(model.head.state_dict(prefix="head."))
-    vocabulary = read_vocabulary_if_modern(folder, model.encoder)
+    vocabulary = read_vocabulary(folder)
     settings = to_huggingface_config(encoder, class_name, torch.float32, vocabulary)
     settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
     if encoder.is_modern():
@@ -193,6 +199,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         settings=settings,
         purpose=kind.huggingface_task,
         length=finetuned.length,
+        vocabulary=vocabulary,
         finetuned=finetuned,
         input_axes=model.exported_axes,
     )
@@ -210,8 +217,3 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a model's tokenizer, if it has one."""
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     return load_tokenizer(folder).vocabulary if has_tokenizer else None
-
-
-def read_vocabulary_if_modern(folder: Path, encoder: Encoder) -> Vocabulary | None:
-    """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
-    return read_vocabulary(folder) if encoder.config.is_modern() else None
