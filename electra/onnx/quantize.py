@@ -81,7 +81,7 @@ def find_weights(model: Any) -> dict[str, NDArray]:
     return {each.name: numpy_helper.to_array(each) for each in stored}
 
 
-def group_products(model: Any, excluded: Collection[str] = ()) -> dict[str, list[NDArray]]:
+def group_products(model: Any, excluded: Collection[str]) -> dict[str, list[NDArray]]:
     """The weights of matrix products by the name of their input."""
     weights = find_weights(model)
     products: dict[str, list[NDArray]] = {}

@@ -45,7 +45,7 @@ class Service:
         }
         names: list[Method] = ["predict"] if isinstance(model, Predictor) else model.methods()
         self.functions = {name: functions[name] for name in names}
-        self.embedder = lru_cache(lambda pooling: self.create_embedder(pooling))
+        self.embedder = lru_cache(self.create_embedder)
 
     def compute(self, key: tuple[Method, Any], items: list[Any]) -> list[Any]:
         """The results of a method, with its option, for texts or rows; raises a ValueError if one of them is at
