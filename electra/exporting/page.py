@@ -73,16 +73,10 @@ def write_page(config: ExportConfig) -> PageResult:
     with create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
         counts = [count_advances(source.exportable_model(), config.int8) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
-        shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=STATIC_IGNORED)
-        (draft / VENDOR.name).mkdir()
-        for name in FILES:
-            shutil.copyfile(VENDOR / name, draft / VENDOR.name / name)
+        copy_scripts(draft)
         folder = draft / MODEL
         folder.mkdir()
-        if not write_tokenizer(main.folder, folder, main.length):
-            raise DataError(f"{main.folder} has no tokenizer; copy the tokenizer.json or vocab.txt of its training")
-        for file in set(folder.iterdir()) - {folder / TOKENIZER_JSON, folder / SETTINGS}:
-            file.unlink()
+        write_page_tokenizer(main, folder)
         files = [
             write_model(source, folder / f"{name}.onnx", config.int8, lambda: progress.advance(bar))
             for name, source in sources.items()
@@ -99,6 +93,22 @@ def write_page(config: ExportConfig) -> PageResult:
         size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()) / 1e6
     named = [replace(file, name=f"{name}.onnx") for name, file in zip(sources, files, strict=True)]
     return PageResult(str(config.output), size, named, {f"{name}.onnx": value for name, value in precision.items()})
+
+
+def copy_scripts(folder: Path) -> None:
+    """Copy the page, its scripts and their libraries, which are the same for all models."""
+    shutil.copytree(STATIC, folder, dirs_exist_ok=True, ignore=STATIC_IGNORED)
+    (folder / VENDOR.name).mkdir()
+    for name in FILES:
+        shutil.copyfile(VENDOR / name, folder / VENDOR.name / name)
+
+
+def write_page_tokenizer(source: ExportSource, folder: Path) -> None:
+    """Write those files of a model's tokenizer that the page reads."""
+    if not write_tokenizer(source.folder, folder, source.length):
+        raise DataError(f"{source.folder} has no tokenizer; copy the tokenizer.json or vocab.txt of its training")
+    for file in set(folder.iterdir()) - {folder / TOKENIZER_JSON, folder / SETTINGS}:
+        file.unlink()
 
 
 def load_sources(config: ExportConfig) -> dict[str, ExportSource]:
