@@ -103,8 +103,8 @@ class Model:
         electra: Electra,
         tokenizer: TextTokenizer,
         device: torch.device,
-        has_rtd_head: bool = True,
-        trained_length: int | None = None,  # longer texts are truncated
+        has_rtd_head: bool,
+        trained_length: int | None,  # longer texts are truncated
     ) -> None:
         self.electra = electra.float().to(device).eval()
         self.tokenizer = tokenizer
