@@ -61,9 +61,12 @@ class ExportSource:
 
     @property
     def decoding(self) -> str:
-        """What finds predictions in the outputs of a head that `transformers` does not have: joint or crf."""
-        task = None if self.finetuned is None else self.finetuned.task
-        return "" if task is None else "joint" if task.head == "joint" else "crf" * task.crf
+        """The head, joint or crf, if `transformers` does not have it: our runtime finds predictions in its outputs."""
+        if self.finetuned is None:
+            return ""
+        if self.finetuned.task.head == "joint":
+            return "joint"
+        return "crf" if self.finetuned.task.crf else ""
 
     def count_parameters(self) -> int:
         return count_parameters(self.tensors)

@@ -248,7 +248,8 @@ def compare_held_out(
 ) -> list[BaselineComparison]:
     """Held-out metrics of a run, and those before it, beside guessing, token frequencies and bigram counts."""
     vocabulary = shards.tokenizer.vocabulary
-    samples, random_tokens = (evaluation_samples(shards, batches, pair) for pair in (model.electra, None))
+    samples = evaluation_samples(shards, batches, model.electra)
+    random_tokens = evaluation_samples(shards, batches)
     rtd = {"guessing": 0.5, "bigram counts": bigram_auc(counts, samples)[0]}
     random_rtd = {"guessing": 0.5, "bigram counts": bigram_auc(counts, random_tokens)[0]}
     mlm = {"guessing": math.log(vocabulary.size), "token frequencies": metrics["unigram_mlm_loss"]}
