@@ -43,7 +43,6 @@ class ExportSource:
     settings: Settings
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
     length: int  # tokens that the tokenizer truncates to
-    vocabulary: Vocabulary | None  # of the tokenizer, if there is one
     finetuned: FinetunedConfig | None = None
     input_axes: tuple[str, ...] = ("batch", "length")
 
@@ -73,7 +72,7 @@ class ExportSource:
 
     def exportable_model(self) -> ExportableModel:
         """The model in fp32, with the inputs and outputs of its class."""
-        vocabulary = self.vocabulary
+        vocabulary = read_vocabulary(self.folder)
         return ExportableModel(
             self.model.float(),
             self.encoder,
@@ -108,7 +107,7 @@ def load_export_source(config: ExportConfig) -> ExportSource:
     name = EXPORT_CLASSES[encoder.style][config.part]
     tensors = to_huggingface_tensors(fold_projection(part.state_dict(), encoder), ARCHITECTURES[name])
     dtype = next(iter(tensors.values())).dtype
-    vocabulary = read_vocabulary(folder)
+    vocabulary = read_vocabulary(folder) if encoder.is_modern() else None  # for the ids of special tokens
     settings = to_huggingface_config(encoder, name, dtype, vocabulary)
     return ExportSource(
         folder=folder,
@@ -119,7 +118,6 @@ def load_export_source(config: ExportConfig) -> ExportSource:
         settings=settings | label_settings(ARCHITECTURES[name].labels),
         purpose=config.part,
         length=min(encoder.positions, read_trained_length(folder) or encoder.positions),
-        vocabulary=vocabulary,
     )
 
 
@@ -188,7 +186,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         check_exported_as_onnx(task.crf, folder, config)
         class_name = EXPORT_CLASSES[encoder.style]["encoder"]  # with further outputs
         tensors |= dict(model.head.state_dict(prefix="head."))
-    vocabulary = read_vocabulary(folder)
+    vocabulary = read_vocabulary(folder) if encoder.is_modern() else None  # for the ids of special tokens
     settings = to_huggingface_config(encoder, class_name, torch.float32, vocabulary)
     settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
     if encoder.is_modern():
@@ -202,7 +200,6 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         settings=settings,
         purpose=kind.huggingface_task,
         length=finetuned.length,
-        vocabulary=vocabulary,
         finetuned=finetuned,
         input_axes=model.exported_axes,
     )
