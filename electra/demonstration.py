@@ -27,15 +27,16 @@ from electra.exporting.node_packages import has_node_packages
 from electra.exporting.page import open_command
 from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
-from electra.pretraining.bigrams import count_bigrams, evaluation_batches
 from electra.serving.comparison import (
     RANDOM_AUC,
     BaselineComparison,
     CorruptedSentence,
     compare_held_out,
     compare_replaced_words,
+    count_bigrams,
     describe_comparisons,
     evaluate_held_out,
+    evaluation_batches,
     find_replaced_words,
     read_corrupted_sentences,
     word_scores,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from electra.config import OPENMP, Positional, wait_settings
+from electra.config import OPENMP, PACKAGED_MODEL, Positional, wait_settings
 from electra.errors import check_choice
 from electra.exporting.node_packages import has_node_packages
 
@@ -163,7 +163,6 @@ def describe_uses() -> dict[str, str]:
     """What a run with default settings uses of this machine."""
     import torch
 
-    from electra.config import PACKAGED_MODEL
     from electra.training import hardware
     from electra.training.checkpoint import has_packaged_model
 

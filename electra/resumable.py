@@ -121,13 +121,13 @@ def remove_partial_output(path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
+def check_output_file(output: Path, source: Path, suffixes: Collection[str], overwrite: bool) -> None:
+    """Raise a ConfigError if a file cannot be written, or would replace the input or, unasked, another file."""
     if output.suffix not in suffixes:
         raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
     if not output.parent.is_dir():
         raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
-    if output.exists() and path.exists() and output.samefile(path):
+    if output.exists() and source.exists() and output.samefile(source):
         raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
     if output.exists() and not overwrite:
         with lock_file(output):  # removes the lock, too, of a process that was killed after it completed the file

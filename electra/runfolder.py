@@ -152,7 +152,7 @@ def lock_file(path: Path, wait_seconds: float = LOCK_SECONDS) -> AbstractContext
 
 
 @contextmanager
-def hold_lock(path: Path, locked: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def hold_lock(path: Path, locked: Path, wait_seconds: float) -> Iterator[None]:
     """Hold the lock `path` of the file or folder `locked`; it ends with this process, however it ends."""
     lock = FileLock(path, timeout=wait_seconds, fallback_to_soft=False)
     try:

@@ -78,7 +78,7 @@ def compare_at_few_lengths():
 def site(finished_run, tmp_path_factory) -> Path:
     """The page of a run, in fp32."""
     folder = tmp_path_factory.mktemp("page") / "site"
-    result = write_page(finished_run, folder)
+    result = write_page(ExportConfig(model=finished_run, to="page", output=folder))
     assert result.megabytes > 14
     return folder
 
@@ -364,7 +364,7 @@ def make_tuned_page(encoder_folder, tmp_path_factory):
         model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
         (folder / "model").mkdir()
         save_finetuned_model(model, replace(task, null_threshold=100.0), 32, folder / "model", pretrained.folder)
-        write_page(folder / "model", folder / "site")
+        write_page(ExportConfig(model=folder / "model", to="page", output=folder / "site"))
         return folder / "model", folder / "site"
 
     return make

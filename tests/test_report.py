@@ -87,7 +87,7 @@ def test_the_time_of_an_evaluation_is_interpolated_between_training_metrics(run_
 def test_the_best_is_the_lowest_loss_and_the_highest_accuracy():
     values = [(3.0, 0.1, 1.0), (1.0, 0.3, 2.0), (2.0, 0.2, 3.0)]
     evaluations = [
-        Evaluation(step, 0.0, 0.0, {"mlm_loss": loss, "mlm_accuracy": accuracy, "generator_entropy": entropy})
+        Evaluation(step, 0.0, 0.0, {"mlm_loss": loss, "mlm_accuracy": accuracy, "generator_entropy": entropy}, phase=0)
         for step, (loss, accuracy, entropy) in enumerate(values)
     ]
     assert best_metric_values(evaluations) == {"mlm_loss": 1.0, "mlm_accuracy": 0.3}

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from electra.data.shards import read_index
+from electra.data.shards import ShardIndex, read_index
 from electra.errors import DataError, format_count
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import ExportSource
@@ -86,8 +86,8 @@ def metadata(source: ExportSource, is_onnx: bool) -> str:
     has_sentences = not is_onnx and source.purpose == "encoder"
     tags = ["electra", "replaced-token-detection", *(["sentence-transformers"] if has_sentences else [])]
     values = {"library_name": library, "pipeline_tag": PIPELINES.get(source.purpose), "tags": tags}
-    corpus = read_corpus(source.folder)
-    if isinstance(corpus, str):
+    index = read_shard_index(source.folder)
+    if index is not None and isinstance(corpus := index.settings["corpus"], str):
         values["datasets"] = [corpus.removeprefix("hub:")]
     lines = [f"{name}: {json.dumps(value)}" for name, value in values.items() if value]
     inherited = [line for line in read_card(source.folder)[0] if line.startswith(("language:", "license:"))]
@@ -186,19 +186,19 @@ def describe_pretraining(checkpoint: Path) -> list[str]:
     return parts
 
 
-def read_corpus(checkpoint: Path) -> dict[str, str] | str | None:
-    """The corpus of a run's shards as they record it: sizes of files by name, or its name on the hub."""
+def read_shard_index(checkpoint: Path) -> ShardIndex | None:
+    """What the shards of a run record, its corpus among them; None if the checkpoint or the shards were moved."""
     with suppress(DataError, OSError):
         if settings := read_run_settings(checkpoint):
-            return read_index(Path(settings["data"])).settings["corpus"]
+            return read_index(Path(settings["data"]))
     return None
 
 
 def describe_corpus(checkpoint: Path) -> str:
-    corpus = read_corpus(checkpoint)
-    if corpus is None:
+    index = read_shard_index(checkpoint)
+    if index is None:
         return ""
-    index = read_index(Path(read_run_settings(checkpoint)["data"]))
+    corpus = index.settings["corpus"]  # sizes of files by name, or its name on the hub
     names = [corpus] if isinstance(corpus, str) else list(corpus)
     more = f" and {format_count(len(names) - MAX_FILES, 'more file')}" if len(names) > MAX_FILES else ""
     documents, tokens = (index.totals_by_split(field)["train"] for field in ("documents", "tokens"))

@@ -79,7 +79,7 @@ def export(config: ExportConfig) -> ConversionResult | PageResult:
     """Write one model of a pair, or a fine-tuned model, for Hugging Face or as ONNX; or a page of it; or a pair for the
     package."""
     if config.to == "page":
-        return write_page(config.model, config.output, int8=config.int8, examples=config.examples)
+        return write_page(config)
     if config.to == "package":
         description, parameters, files = write_package(config, find_model_folder(config.model))
         return ConversionResult(str(config.output), description, parameters, files)

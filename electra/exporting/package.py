@@ -78,7 +78,7 @@ def without_training_heads(electra: Electra) -> Electra:
 
 def write_small_tokenizer(folder: Path, draft: Path) -> list[str]:
     """Copy the tokenizer's files; of a WordPiece tokenizer, only those from which an equal one can be built."""
-    tokenizer: TextTokenizer = load_model_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder)
     files = copy_tokenizer_files(folder, draft, read_trained_length(folder))
     if {VOCAB_TXT, SETTINGS} <= set(files) and load_tokenizer(draft / VOCAB_TXT).fingerprint == tokenizer.fingerprint:
         for name in set(files) - {VOCAB_TXT, SETTINGS}:
@@ -105,7 +105,7 @@ def format_card(electra: Electra, folder: Path, config: ExportConfig, error: flo
         *describe_origin(folder, config.training_data),
     ]
     if settings := read_run_settings(folder):
-        tokenizer: TextTokenizer = load_model_tokenizer(folder)
+        tokenizer = load_model_tokenizer(folder)
         given, commands = "the text in a folder corpus/ and the tokenizer in vocab/", []
         if tokenizer.is_bert_wordpiece():
             given, flags = "the text in a folder corpus/", shlex.join(case_flags(tokenizer))

@@ -61,32 +61,24 @@ def open_command(folder: str | Path) -> str:
     return f"python -m http.server --bind 127.0.0.1 --directory {folder}   and visit http://127.0.0.1:8000"
 
 
-def write_page(model: Path, output: Path, *, int8: bool = False, examples: Path | None = None) -> PageResult:
-    """Write a complete static site for a run, a model folder or an output of electra finetune.
-
-    `int8`: int8 weights instead of fp32. `examples`: a text file, one per line."""
+def write_page(config: ExportConfig) -> PageResult:
+    """Write a complete static site for a run, a model folder or an output of electra finetune."""
     check_libraries()
-    shown = read_examples(examples or STATIC / EXAMPLES)
-    sources = load_sources(model, output)
+    examples = read_examples(config.examples or STATIC / EXAMPLES)
+    sources = load_sources(config)
     main = next(iter(sources.values()))
     check_tokenizer(main.folder, main.encoder.config.vocab_size)
     require_node_packages()
     has_map = main.encoder.config.vocab_size <= MAX_MAP_TOKENS
-    with create_folder_atomically(output) as draft, create_progress_bar() as progress:
-        counts = [count_advances(source.exportable_model(), int8) for source in sources.values()]
+    with create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
+        counts = [count_advances(source.exportable_model(), config.int8) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
-        shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=STATIC_IGNORED)
-        (draft / VENDOR.name).mkdir()
-        for name in FILES:
-            shutil.copyfile(VENDOR / name, draft / VENDOR.name / name)
+        copy_scripts(draft)
         folder = draft / MODEL
         folder.mkdir()
-        if not write_tokenizer(main.folder, folder, main.length):
-            raise DataError(f"{main.folder} has no tokenizer; copy the tokenizer.json or vocab.txt of its training")
-        for file in set(folder.iterdir()) - {folder / TOKENIZER_JSON, folder / SETTINGS}:
-            file.unlink()
+        write_page_tokenizer(main, folder)
         files = [
-            write_model(source, folder / f"{name}.onnx", int8, lambda: progress.advance(bar))
+            write_model(source, folder / f"{name}.onnx", config.int8, lambda: progress.advance(bar))
             for name, source in sources.items()
         ]
         precision = {name: "int8" if file.name == INT8 else "fp32" for name, file in zip(sources, files, strict=True)}
@@ -94,23 +86,39 @@ def write_page(model: Path, output: Path, *, int8: bool = False, examples: Path 
             progress.update(bar, description="map of the vocabulary")
             vocabulary_map = compute_map(main.encoder.embeddings.token_table(), lambda: progress.advance(bar))
             (folder / "map.bin").write_bytes(vocabulary_map.to_bytes())
-        description = describe(main, model, sources) | {"examples": shown, "precision": precision}
+        description = describe(config.model, sources) | {"examples": examples, "precision": precision}
         if has_map:
             description["neighbors"] = vocabulary_map.neighbors.shape[1]
         (folder / DESCRIPTION).write_text(dump_json(description, indent=1) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()) / 1e6
     named = [replace(file, name=f"{name}.onnx") for name, file in zip(sources, files, strict=True)]
-    return PageResult(str(output), size, named, {f"{name}.onnx": value for name, value in precision.items()})
+    return PageResult(str(config.output), size, named, {f"{name}.onnx": value for name, value in precision.items()})
 
 
-def load_sources(model: Path, output: Path) -> dict[str, ExportSource]:
+def copy_scripts(folder: Path) -> None:
+    """Copy the page, its scripts and their libraries, which are the same for all models."""
+    shutil.copytree(STATIC, folder, dirs_exist_ok=True, ignore=STATIC_IGNORED)
+    (folder / VENDOR.name).mkdir()
+    for name in FILES:
+        shutil.copyfile(VENDOR / name, folder / VENDOR.name / name)
+
+
+def write_page_tokenizer(source: ExportSource, folder: Path) -> None:
+    """Write those files of a model's tokenizer that the page reads."""
+    if not write_tokenizer(source.folder, folder, source.length):
+        raise DataError(f"{source.folder} has no tokenizer; copy the tokenizer.json or vocab.txt of its training")
+    for file in set(folder.iterdir()) - {folder / TOKENIZER_JSON, folder / SETTINGS}:
+        file.unlink()
+
+
+def load_sources(config: ExportConfig) -> dict[str, ExportSource]:
     """The models of a page by name: a discriminator and, if there is one, its generator; or a fine-tuned model."""
-    config = ExportConfig(model=model, output=output, to="page")
-    if is_finetuned(model):
+    if is_finetuned(config.model):
         return {"classifier": load_export_source(config)}
     sources = {"discriminator": load_export_source(config)}
-    if load_model(find_model_folder(model)).generator is not None:
-        sources["generator"] = load_export_source(ExportConfig(model=model, output=output, part="generator"))
+    if load_model(find_model_folder(config.model)).generator is not None:
+        of_generator = ExportConfig(model=config.model, output=config.output, part="generator")
+        sources["generator"] = load_export_source(of_generator)
     return sources
 
 
@@ -123,8 +131,9 @@ def write_model(source: ExportSource, path: Path, int8: bool, advance: Callable[
     return replace(file, name=name)
 
 
-def describe(main: ExportSource, model: Path, sources: dict[str, ExportSource]) -> dict[str, Any]:
+def describe(model: Path, sources: dict[str, ExportSource]) -> dict[str, Any]:
     """What the page's scripts need to know about a model."""
+    main = next(iter(sources.values()))
     encoder, tokenizer = main.encoder.config, load_tokenizer(main.folder)
     task = None if main.finetuned is None else main.finetuned.task
     description: dict[str, Any] = {

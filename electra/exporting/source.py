@@ -60,21 +60,27 @@ class ExportSource:
 
     @property
     def decoding(self) -> str:
-        """What finds predictions in the outputs of a head that `transformers` does not have: joint or crf."""
-        task = None if self.finetuned is None else self.finetuned.task
-        return "" if task is None else "joint" if task.head == "joint" else "crf" * task.crf
+        """The head, joint or crf, if `transformers` does not have it: our runtime finds predictions in its outputs."""
+        if self.finetuned is None:
+            return ""
+        if self.finetuned.task.head == "joint":
+            return "joint"
+        return "crf" if self.finetuned.task.crf else ""
 
     def count_parameters(self) -> int:
         return count_parameters(self.tensors)
 
     def exportable_model(self) -> ExportableModel:
         """The model in fp32, with the inputs and outputs of its class."""
-        int8_head = self.purpose == "generator"  # whose head is most of it
-        model, axes = self.model.float(), self.input_axes
         vocabulary = read_vocabulary(self.folder)
-        special_ids = None if vocabulary is None else (vocabulary.cls_id, vocabulary.sep_id)
         return ExportableModel(
-            model, self.encoder, self.outputs, axes, int8_head, self.has_segments, special_ids
+            self.model.float(),
+            self.encoder,
+            self.outputs,
+            self.input_axes,
+            int8_head=self.purpose == "generator",  # whose head is most of it
+            has_segments=self.has_segments,
+            special_ids=None if vocabulary is None else (vocabulary.cls_id, vocabulary.sep_id),
         ).eval()
 
 
@@ -95,13 +101,14 @@ def load_export_source(config: ExportConfig) -> ExportSource:
     folder = find_model_folder(config.model)
     electra = load_model(folder)
     if config.part == "discriminator":
-        check_exportable_discriminator(electra, folder, is_page=config.to == "page")
+        check_exportable_discriminator(electra, folder, config.to == "page")
     part = merge_disentangled_embeddings(select_part(electra, config.part).eval())
     encoder = part.encoder.config
     name = EXPORT_CLASSES[encoder.style][config.part]
     tensors = to_huggingface_tensors(fold_projection(part.state_dict(), encoder), ARCHITECTURES[name])
     dtype = next(iter(tensors.values())).dtype
-    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, part.encoder))
+    vocabulary = read_vocabulary(folder) if encoder.is_modern() else None  # for the ids of special tokens
+    settings = to_huggingface_config(encoder, name, dtype, vocabulary)
     return ExportSource(
         folder=folder,
         model=part.encoder if config.part == "encoder" else part,
@@ -114,7 +121,7 @@ def load_export_source(config: ExportConfig) -> ExportSource:
     )
 
 
-def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool = False) -> None:
+def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool) -> None:
     """Check that there is a discriminator and that its head was trained."""
     if not isinstance(electra.discriminator, Discriminator):
         part = "generator" if electra.discriminator is None else "encoder"
@@ -179,7 +186,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         check_exported_as_onnx(task.crf, folder, config)
         class_name = EXPORT_CLASSES[encoder.style]["encoder"]  # with further outputs
         tensors |= dict(model.head.state_dict(prefix="head."))
-    vocabulary = read_vocabulary_if_modern(folder, model.encoder)
+    vocabulary = read_vocabulary(folder) if encoder.is_modern() else None  # for the ids of special tokens
     settings = to_huggingface_config(encoder, class_name, torch.float32, vocabulary)
     settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
     if encoder.is_modern():
@@ -210,8 +217,3 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a model's tokenizer, if it has one."""
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     return load_tokenizer(folder).vocabulary if has_tokenizer else None
-
-
-def read_vocabulary_if_modern(folder: Path, encoder: Encoder) -> Vocabulary | None:
-    """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
-    return read_vocabulary(folder) if encoder.config.is_modern() else None

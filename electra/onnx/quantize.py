@@ -81,7 +81,7 @@ def find_weights(model: Any) -> dict[str, NDArray]:
     return {each.name: numpy_helper.to_array(each) for each in stored}
 
 
-def group_products(model: Any, excluded: Collection[str] = ()) -> dict[str, list[NDArray]]:
+def group_products(model: Any, excluded: Collection[str]) -> dict[str, list[NDArray]]:
     """The weights of matrix products by the name of their input."""
     weights = find_weights(model)
     products: dict[str, list[NDArray]] = {}
@@ -173,10 +173,8 @@ def quantise_calibrated(weight: NDArray, inputs: NDArray) -> tuple[NDArray, NDAr
             low, high = np.float32(-MAX_WEIGHT), np.float32(MAX_WEIGHT)
             if row % 2:
                 before = rows[row - 1].astype(np.float32)
-                low, high = (
-                    np.maximum(low, -MAX_PAIR - np.minimum(before, 0)),
-                    np.minimum(high, MAX_PAIR - np.maximum(before, 0)),
-                )
+                low = np.maximum(low, -MAX_PAIR - np.minimum(before, 0))
+                high = np.minimum(high, MAX_PAIR - np.maximum(before, 0))
             rows[row] = np.clip(np.round(left[row]), low, high)
             errors[row - start] = left[row] - rows[row]
             left[row + 1 : start + BLOCK] -= np.outer(upper[row, row + 1 : start + BLOCK], errors[row - start])
@@ -281,10 +279,8 @@ def add_quantised_input(writer: GraphWriter, source: str, scaling: Scaling) -> N
         factors = writer.store(1 / scaling.factors, f"{source}.factors")
         last = writer.add("Mul", [last, factors], f"{source}.scaled")
     if scaling.by_token:  # without Abs, which would write the whole tensor once more
-        axis, tiny = (
-            writer.store(np.array([-1]), f"{source}.axis"),
-            writer.store(np.array([TINY], np.float32), f"{source}.tiny"),
-        )
+        axis = writer.store(np.array([-1]), f"{source}.axis")
+        tiny = writer.store(np.array([TINY], np.float32), f"{source}.tiny")
         high = writer.add("ReduceMax", [last, axis], f"{source}.high")
         low = writer.add("Neg", [writer.add("ReduceMin", [last, axis], f"{source}.low")], f"{source}.negative")
         last = writer.add("Div", [last, writer.add("Max", [high, low, tiny], f"{source}.largest")], f"{source}.tokens")

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from electra.config import convert_values, flat_defaults, settings_by_name
 from electra.data.packing import ROW_ORDER, LoaderConfig, Packing
-from electra.errors import ConfigError, DataError, check_choice, check_range
+from electra.errors import ConfigError, DataError, check_range
 from electra.model.config import (
     OVERRIDES,
     ElectraConfig,
@@ -217,7 +217,6 @@ class CorruptConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "rows", at_least=1)
-        check_choice(self, "packing", ("packed", "examples"))
         if self.output.exists():
             raise ConfigError(f"{self.output} exists already; rows that runs are compared on are not overwritten")
 

@@ -73,7 +73,7 @@ def write_samples_page(
         original = decode_first_tokens(batch.input_ids[row], tokenizer)
         corrupted = decode_first_tokens(samples.corrupted.input_ids[row], tokenizer)
         masked_tokens = shown_masked_positions(samples, row)
-        lines += format_sample(original, corrupted, masked_tokens, title, predictions[row] if title else {})
+        lines += format_sample(original, corrupted, masked_tokens, title, predictions[row])
     write_file(run / SAMPLES, "\n".join(lines) + "\n")
 
 
@@ -96,7 +96,7 @@ def discriminator_predictions(
         return "probability of being replaced", rtd_predictions(electra.discriminator, samples, batch)
     if isinstance(electra.discriminator, MaskedLanguageModel):
         return "predicted original", mlm_predictions(electra.discriminator, samples, batch, tokenizer)
-    return "", []
+    return "", [{}] * MAX_SENTENCES
 
 
 def rtd_predictions(discriminator: Discriminator, samples: MaskedAndCorrupted, batch: Batch) -> list[dict[int, str]]:

@@ -45,7 +45,7 @@ class Evaluation:
     minutes: float
     flops: float
     metrics: dict[str, float]
-    phase: int = 0
+    phase: int  # index
 
 
 @dataclass(frozen=True)

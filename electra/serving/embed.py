@@ -1,11 +1,10 @@
 """`electra embed`: the embeddings of texts, and of files of any length."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -27,6 +26,7 @@ from electra.serving.inference import TextResults, read_lines, truncation_note
 from electra.training.hardware import choose_device, choose_dtype
 
 LINES = ".txt"  # one text per line
+NPY, PARQUET = ".npy", ".parquet"  # outputs
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,10 @@ class EmbedResult:
 def embed(config: EmbedConfig) -> Embedding | TextResults | EmbedResult:
     if config.output is not None:
         return embed_file(config)
-    if is_table(config.input.input):
-        raise ConfigError(f"--input {config.input.input} is a table; --output vectors.npy writes its embeddings")
-    texts = [config.input.text] if config.input.text is not None else read_lines(config.input.input)
+    path = config.input.input
+    if path is not None and as_text_file(path, FORMATS) is not None:
+        raise ConfigError(f"--input {path} is a table; --output vectors.npy writes its embeddings")
+    texts = [config.input.text] if config.input.text is not None else read_lines(path)
     embedder, _ = load_embedder(config)
     results = embed_texts(embedder, texts)
     return results[0] if config.input.text is not None else TextResults(results)
@@ -96,8 +97,8 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
     path, output_path = config.input.input, config.output
     assert path is not None
     assert output_path is not None
-    check_output_file(output_path, path, FINISH, config.overwrite)
-    if output_path.suffix == ".parquet":
+    check_output_file(output_path, path, (NPY, PARQUET), config.overwrite)
+    if output_path.suffix == PARQUET:
         import_optional("pyarrow.parquet", "writing .parquet")
         if not path.is_file():
             raise ConfigError(f"is {path}, a pipe, which is read twice to write .parquet; write .npy", field="input")
@@ -124,13 +125,18 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
                 show(rows)
         if not rows:
             raise DataError(f"{path} has no text; each line is one")
-        FINISH[output_path.suffix](output, config, rows, embedder.dimensions)
+        if output_path.suffix == NPY:
+            output.file.seek(0)
+            output.file.write(npy_header(rows, embedder.dimensions))  # their number is not known before the end
+        else:
+            write_parquet(output, path, config.column, embedder.dimensions)
     return EmbedResult(str(output_path), rows, embedder.dimensions, embedder.truncated)
 
 
 def read_texts(path: Path, column: str, device_type: str, skip_rows: int = 0) -> Iterator[list[str]]:
     """The texts of a file in chunks for a device, after the first `skip_rows`: lines of a .txt file, or a column."""
-    rows = islice(read_lines_as_rows(path, column) if is_lines(path) else read_rows(path), skip_rows, None)
+    is_lines = require_text_file(path, (LINES, *FORMATS), "files to embed").format == LINES
+    rows = islice(read_lines_as_rows(path, column) if is_lines else read_rows(path), skip_rows, None)
     while chunk := take_chunk(rows, CHUNK_SIZE, device_type):
         texts = []
         for row in chunk:
@@ -140,15 +146,6 @@ def read_texts(path: Path, column: str, device_type: str, skip_rows: int = 0) ->
                     raise DataError(f"no column {column!r}; the columns are {present}; --column sets it")
                 texts.append(check_text(row.values[column], f"column {column!r}"))
         yield texts
-
-
-def is_lines(path: Path) -> bool:
-    """Whether a file has one text per line; raises if its suffix is unknown."""
-    return require_text_file(path, (LINES, *FORMATS), "files to embed").format == LINES
-
-
-def is_table(path: Path | None) -> bool:
-    return path is not None and as_text_file(path, FORMATS) is not None
 
 
 def read_lines_as_rows(path: Path, column: str) -> Iterator[Row]:
@@ -165,31 +162,18 @@ def npy_header(rows: int, dimensions: int) -> bytes:
     return file.getvalue()
 
 
-def finish_npy(output: ResumableFile, config: EmbedConfig, rows: int, dimensions: int) -> None:
-    """Write the number of rows, which is not known before the end, into the header."""
-    output.file.seek(0)
-    output.file.write(npy_header(rows, dimensions))
-
-
-def write_parquet(output: ResumableFile, config: EmbedConfig, rows: int, dimensions: int) -> None:
-    """Write texts and embeddings as a table; the partial file, an .npy file, stays until it is complete."""
+def write_parquet(output: ResumableFile, path: Path, column: str, dimensions: int) -> None:
+    """Write texts and embeddings as a table; the partial file, an .npy file without its number of rows, stays until it
+    is complete."""
     import pyarrow
     import pyarrow.parquet
 
-    assert config.input.input is not None
     vector_type = pyarrow.list_(pyarrow.float32(), dimensions)
-    schema = pyarrow.schema([(config.column, pyarrow.string()), ("embedding", vector_type)])
-    output.file.seek(len(npy_header(rows, dimensions)))
+    schema = pyarrow.schema([(column, pyarrow.string()), ("embedding", vector_type)])
+    output.file.seek(len(npy_header(0, dimensions)))
     output.complete = output.table
     with pyarrow.parquet.ParquetWriter(output.complete, schema) as writer:
-        for texts in read_texts(config.input.input, config.column, "cpu"):
+        for texts in read_texts(path, column, "cpu"):
             values = np.frombuffer(output.file.read(4 * dimensions * len(texts)), "<f4")
             vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values), type=vector_type)
             writer.write_table(pyarrow.table([pyarrow.array(texts), vectors], schema))
-
-
-FINISH: dict[str, Callable[[ResumableFile, EmbedConfig, int, int], Any]] = {
-    ".npy": finish_npy,
-    ".parquet": write_parquet,
-}
-"""How the file of each suffix gets from an .npy file without its number of rows to what was asked for."""

@@ -103,8 +103,8 @@ class Model:
         electra: Electra,
         tokenizer: TextTokenizer,
         device: torch.device,
-        has_rtd_head: bool = True,
-        trained_length: int | None = None,  # longer texts are truncated
+        has_rtd_head: bool,
+        trained_length: int | None,  # longer texts are truncated
     ) -> None:
         self.electra = electra.float().to(device).eval()
         self.tokenizer = tokenizer
@@ -239,8 +239,7 @@ def load_text_model(path: Path, device: Device) -> Model:
     """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
     folder = find_model_folder(path)
     config, weights = read_config_and_tensors(folder)
-    parts = [part for part in (config.generator, config.discriminator) if part is not None]
-    tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))
+    tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in config.encoder_configs().values()))
     electra = build_model(config, weights, folder / WEIGHTS)
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 

@@ -1,9 +1,13 @@
-"""Limits of the HTTP server: sizes, slow clients, clients that go away."""
+"""What surrounds the application of the HTTP server: limits (sizes, slow clients, clients that go away), and counters
+in the text format of Prometheus."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -11,7 +15,6 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from electra.serving.config import LimitsConfig
-from electra.serving.metrics import Metrics
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -20,6 +23,73 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 JSON = [(b"content-type", b"application/json")]
 CLOSE = [(b"connection", b"close")]  # what the client still sends is not read
+SECOND_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+TEXT_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PAGE_SIZE = 4096
+
+
+class Histogram:
+    """Counts of values up to each bound."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[sum(value > bound for bound in self.bounds)] += 1
+        self.total += value
+
+    def lines(self, name: str, labels: str = "") -> Iterator[str]:
+        for bound, count in zip((*self.bounds, "+Inf"), accumulate(self.counts), strict=True):
+            yield f'{name}_bucket{{{labels}{"," * bool(labels)}le="{bound}"}} {count}'
+        of = f"{{{labels}}}" if labels else ""
+        yield f"{name}_sum{of} {self.total:.6f}"
+        yield f"{name}_count{of} {sum(self.counts)}"
+
+
+class Metrics:
+    """What the server has done since its start."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by endpoint and status
+        self.seconds: dict[str, Histogram] = {}  # by endpoint
+        self.batches = Histogram(TEXT_BOUNDS)
+
+    def add_request(self, endpoint: str, status: int, seconds: float) -> None:
+        self.requests[endpoint, status] += 1
+        self.seconds.setdefault(endpoint, Histogram(SECOND_BOUNDS)).add(seconds)
+
+    def render(self, queued: int) -> str:
+        """All metrics; `queued` texts wait now."""
+        lines = [*heading("requests_total", "counter", "Requests by endpoint and status.")]
+        for (endpoint, status), count in sorted(self.requests.items()):
+            lines.append(f'electra_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}')
+        lines += heading("request_seconds", "histogram", "Time from the first byte of a request to its response.")
+        for endpoint, histogram in sorted(self.seconds.items()):
+            lines += histogram.lines("electra_request_seconds", f'endpoint="{endpoint}"')
+        lines += heading("batch_texts", "histogram", "Texts that were computed together.")
+        lines += self.batches.lines("electra_batch_texts")
+        lines += [
+            *heading("queued_texts", "gauge", "Texts that wait to be computed."),
+            f"electra_queued_texts {queued}",
+        ]
+        if memory := resident_memory():
+            lines += ["# TYPE process_resident_memory_bytes gauge", f"process_resident_memory_bytes {memory}"]
+        return "\n".join(lines) + "\n"
+
+
+def heading(name: str, kind: str, text: str) -> Iterator[str]:
+    yield f"# HELP electra_{name} {text}"
+    yield f"# TYPE electra_{name} {kind}"
+
+
+def resident_memory() -> int:
+    """Bytes of this process in memory; 0 where the system does not report them."""
+    try:
+        return PAGE_SIZE * int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError):
+        return 0
 
 
 class RequestError(Exception):

@@ -26,13 +26,11 @@ from electra import __version__
 from electra.errors import ConfigError, DataError
 from electra.exporting.node_packages import has_node_packages
 from electra.model.config import EmbeddingPooling
-from electra.serving.batcher import Batcher, QueueFullError
 from electra.serving.config import LimitsConfig, ServeConfig
 from electra.serving.embed import Embedding
 from electra.serving.inference import Detection, MaskPredictions, Method
-from electra.serving.limits import LimitedApp, RequestError, create_protocol, encode_error
-from electra.serving.metrics import Metrics
-from electra.serving.service import Service, load_service
+from electra.serving.limits import LimitedApp, Metrics, RequestError, create_protocol, encode_error
+from electra.serving.service import Batcher, QueueFullError, Service, load_service
 from electra.signals import STOP_SIGNALS, handle_signals
 
 STATIC = Path(__file__).with_name("static")

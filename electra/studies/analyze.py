@@ -24,7 +24,7 @@ from electra.model.storage import (
     read_tensors,
 )
 from electra.model.vocabulary_map import VocabularyMap, compute_map
-from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
+from electra.plotting import ErrorBars, Panel, Points, plot_error_bars, plot_panels, plot_token_map
 from electra.pretraining.token_counts import unigram_frequencies
 from electra.runfolder import lock_folder, write_file, write_json
 from electra.studies.config import AnalyzeConfig, OutputRecord
@@ -219,25 +219,21 @@ def write_analysis(analysis: Analysis, vocabulary_map: VocabularyMap, tokens: li
 
 
 def detection_panels(analysis: Analysis) -> list[Panel]:
-    def lines(bins: list[DetectionBin], is_log: bool) -> dict[str, list[tuple[float, float]]]:
-        places = [(each.first + each.last) / 2 for each in bins]
-        places = [math.log10(math.sqrt(each.first * each.last)) for each in bins] if is_log else places
-        names = {"recall": "recall", "false_positives": "false positives", "auc": "AUC"}
-        return {
-            label: [
-                (x, value) for x, each in zip(places, bins, strict=True) if (value := getattr(each, name)) is not None
-            ]
-            for name, label in names.items()
-        }
-
+    positions = [((each.first + each.last) / 2, each) for each in analysis.by_position]
+    ranks = [(math.log10(math.sqrt(each.first * each.last)), each) for each in analysis.by_frequency]
     return [
-        Panel(lines(analysis.by_position, False), "position in the row", title="replaced tokens by position"),
-        Panel(
-            lines(analysis.by_frequency, True),
-            "log10 of the rank of the token by frequency",
-            title="… by token frequency",
-        ),
+        Panel(detection_lines(positions), "position in the row", title="replaced tokens by position"),
+        Panel(detection_lines(ranks), "log10 of the rank of the token by frequency", title="… by token frequency"),
     ]
+
+
+def detection_lines(points: list[tuple[float, DetectionBin]]) -> dict[str, Points]:
+    """The lines of a panel, from bins and their places on the axis."""
+    names = {"recall": "recall", "false_positives": "false positives", "auc": "AUC"}
+    return {
+        label: [(x, value) for x, each in points if (value := getattr(each, name)) is not None]
+        for name, label in names.items()
+    }
 
 
 def calibration_panels(analysis: Analysis) -> list[Panel]:

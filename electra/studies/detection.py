@@ -124,14 +124,13 @@ def detection_bin(detections: Detections, is_inside: NDArray, first: int, last: 
 def bins_by_position(detections: Detections) -> list[DetectionBin]:
     """Detection in equal parts of the row."""
     length = int(detections.position.max()) + 1
-    edges = np.unique(np.linspace(0, length, min(POSITION_BINS, length) + 1).astype(int))
-    return [
-        detection_bin(
-            detections, (detections.position >= start) & (detections.position < end), int(start), int(end) - 1
-        )
-        for start, end in pairwise(edges)
-        if ((detections.position >= start) & (detections.position < end)).any()
-    ]
+    edges = np.unique(np.linspace(0, length, min(POSITION_BINS, length) + 1).astype(int)).tolist()
+    bins = []
+    for start, end in pairwise(edges):
+        is_inside = (detections.position >= start) & (detections.position < end)
+        if is_inside.any():
+            bins.append(detection_bin(detections, is_inside, start, end - 1))
+    return bins
 
 
 def bins_by_frequency(detections: Detections) -> list[DetectionBin]:
@@ -147,15 +146,11 @@ def bins_by_frequency(detections: Detections) -> list[DetectionBin]:
 def calibration_bins(detections: Detections) -> list[CalibrationBin]:
     """Tokens by intervals of their probability."""
     index = np.minimum((detections.probability * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    return [
-        CalibrationBin(
-            float(detections.probability[index == each].mean()),
-            float(detections.is_replaced[index == each].mean()),
-            int((index == each).sum()),
-        )
-        for each in range(CALIBRATION_BINS)
-        if (index == each).any()
-    ]
+    bins = []
+    for is_inside in (index == each for each in np.unique(index)):
+        probability, is_replaced = detections.probability[is_inside], detections.is_replaced[is_inside]
+        bins.append(CalibrationBin(float(probability.mean()), float(is_replaced.mean()), len(probability)))
+    return bins
 
 
 def expected_calibration_error(detections: Detections) -> float:

@@ -137,7 +137,6 @@ class SettingsComparison:
         if not runs:
             return None
         scores = self.probe_scores(label)
-
         return SettingResult(
             label=label,
             runs=[each.run.name for each in runs],
@@ -366,8 +365,8 @@ def plot_study(path: Path, study: Study, result: StudyResult) -> bool:
             ours.add(setting.series, each.label, x, each.fixed_rtd_loss)
         if each.paper is not None:
             paper.add("", each.label, x, each.paper)
-    for line in study.paper_lines:
-        for x, score in line.points:
-            paper.add(line.label, line.label, x, score)
+    for label, points in study.paper_lines.items():
+        for x, score in points:
+            paper.add(label, label, x, score)
     panels = [panel for panel in (ours, paper) if panel.lines]
     return bool(panels) and plot_error_bars(path, panels, study.question)

@@ -142,25 +142,26 @@ def plan_runs(study: Study, config: StudyConfig) -> list[StudyRun]:
                 f"has {name}, which electra study {config.name} sets itself; leave it out", field="pretraining"
             )
     common: dict[str, Any] = DEFAULTS | given
-    common |= {"data": config.data or UNUSED_DATA, "device": config.device}
+    common |= {"data": config.data or UNUSED_DATA, "output": config.output, "device": config.device}
     return [plan_run(setting, seed, common, config) for seed in range(config.seeds) for setting in study.settings]
 
 
 def plan_run(setting: StudySetting, seed: int, common: dict[str, Any], config: StudyConfig) -> StudyRun:
     """A run with the settings of `common`, over them those of `setting`."""
-    place = scale_budget(config, setting.budget) | {"seed": seed, "output": config.output}
-    default = build_config(PretrainConfig, **common | place)
+    budget_and_seed = scale_budget(config, setting.budget) | {"seed": seed}
+    others = common | budget_and_seed
+    default = build_config(PretrainConfig, **others)
     unresolved = {name: value for name, value in setting.settings.items() if not isinstance(value, Fraction)}
-    pair = build_config(PretrainConfig, **common | place | unresolved).model.electra_config()
+    pair = build_config(PretrainConfig, **others | unresolved).model.electra_config()
     assert pair.discriminator is not None
     assert pair.generator is not None
     values = dict(unresolved)
     if isinstance(fraction := setting.settings.get("generator_width"), Fraction):
         width = max(1, int(pair.discriminator.width * fraction))
         values |= {"generator_width": width} if width != pair.generator.width else {}
-    values = drop_defaults(values, common | place)
-    name = run_name(values, place, default.objective.name)
-    run = build_config(PretrainConfig, **common | place | values | {"output": config.output / RUNS / name})
+    values = drop_defaults(values, others)
+    name = run_name(values, budget_and_seed, default.objective.name)
+    run = build_config(PretrainConfig, **others | values | {"output": config.output / RUNS / name})
     return StudyRun(setting, seed, replace_settings(run, resume=True))
 
 
@@ -180,15 +181,14 @@ def scale_budget(config: StudyConfig, fraction: Fraction) -> dict[str, Any]:
     return {name: float(value * fraction) if name == "minutes" else max(1, round(value * fraction))}
 
 
-def run_name(values: dict[str, Any], place: dict[str, Any], objective: str) -> str:
+def run_name(values: dict[str, Any], budget_and_seed: dict[str, Any], objective: str) -> str:
     """The folder of a run: its objectives, the settings that differ from those of all runs, budget and seed."""
     phases = parse_phases(values.get("phases", ()))
     of_phases = [str(phase.settings.get("objective", values.get("objective", objective))) for phase in phases]
     objectives = [name for name, _ in itertools.groupby(of_phases)]
     are_named = objectives == of_phases and all(phase.settings.keys() <= {"objective"} for phase in phases)
     named = {"objective", "phases"} if are_named else {"objective"}
-    others = {name: value for name, value in values.items() if name not in named}
-    others |= {name: value for name, value in place.items() if name != "output"}
+    others = {name: value for name, value in values.items() if name not in named} | budget_and_seed
     return "_".join(
         ["+".join(objectives), *(f"{name.replace('_', '-')}-{format_value(others[name])}" for name in others)]
     )

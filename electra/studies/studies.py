@@ -34,14 +34,6 @@ class StudySetting:
 
 
 @dataclass(frozen=True)
-class PaperLine:
-    """A line of one of the paper's figures or tables that has no equal among our settings."""
-
-    label: str
-    points: list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
 class Study:
     """A question, the settings that answer it, and the paper's answer."""
 
@@ -51,7 +43,8 @@ class Study:
     orderings: list[tuple[str, str]] = field(default_factory=list)  # labels: the first is better in the paper
     xlabel: str = ""  # of a figure with lines; empty: a figure with a row for each setting
     is_log: bool = False
-    paper_lines: list[PaperLine] = field(default_factory=list)
+    paper_lines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """By label: lines of the paper's figures or tables that have no equal among our settings."""
 
     def own_settings(self) -> set[str]:
         """The names that rows of the study set, which --pretraining must not change, except for the masking of BERT,
@@ -142,14 +135,12 @@ STUDIES: dict[StudyName, Study] = {
         ],
         xlabel="FLOPs of pre-training",
         is_log=True,
-        paper_lines=[
-            PaperLine(
-                "ELECTRA-Small", [(8.9e16, 74.1), (1.8e17, 76.0), (3.6e17, 77.7), (7.1e17, 79.0), (1.4e18, 79.9)]
-            ),
-            PaperLine("BERT-Small", [(1.4e18, 75.1)]),
-            PaperLine("ELECTRA-Base", [(6.4e19, 85.1)]),
-            PaperLine("BERT-Base", [(6.4e19, 82.2)]),
-        ],
+        paper_lines={
+            "ELECTRA-Small": [(8.9e16, 74.1), (1.8e17, 76.0), (3.6e17, 77.7), (7.1e17, 79.0), (1.4e18, 79.9)],
+            "BERT-Small": [(1.4e18, 75.1)],
+            "ELECTRA-Base": [(6.4e19, 85.1)],
+            "BERT-Base": [(6.4e19, 82.2)],
+        },
     ),
     "mask-fraction": Study(
         question="How many tokens should be masked?",

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from electra.serving.batcher import Batcher, QueueFullError
+from electra.serving.service import Batcher, QueueFullError
 
 
 class Recorder:
