@@ -2,6 +2,7 @@
 in the text format of Prometheus."""
 
 import asyncio
+import mmap
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -25,7 +26,6 @@ JSON = [(b"content-type", b"application/json")]
 CLOSE = [(b"connection", b"close")]  # what the client still sends is not read
 SECOND_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 TEXT_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-PAGE_SIZE = 4096
 
 
 class Histogram:
@@ -87,7 +87,7 @@ def heading(name: str, kind: str, text: str) -> Iterator[str]:
 def resident_memory() -> int:
     """Bytes of this process in memory; 0 where the system does not report them."""
     try:
-        return PAGE_SIZE * int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return mmap.PAGESIZE * int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError):
         return 0
 
