@@ -1,8 +1,10 @@
 """One fine-tuning run: the paper's hyperparameters, updates equal to a plain loop, resumption, each kind of task."""
 
+import gc
 import json
 import random
 import sys
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -189,6 +191,24 @@ def interrupted_second_call(function):
         return function(*arguments)
 
     return call
+
+
+def test_a_job_is_not_in_memory_during_the_next_one(make_job, monkeypatch):
+    trainers = []
+
+    class CountedTrainer(Trainer):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            trainers.append(weakref.ref(self))
+
+    monkeypatch.setattr(job_module, "Trainer", CountedTrainer)
+    gc.disable()
+    try:
+        make_job(rows=40, epochs=1).run(quiet=True)
+        alive = [trainer() for trainer in trainers]
+    finally:
+        gc.enable()
+    assert alive == [None]
 
 
 def test_balanced_weights_give_every_class_the_same_part_of_the_loss():

@@ -1,5 +1,6 @@
 """One fine-tuning run: a pre-trained encoder, a task and a seed give a model and its metrics."""
 
+import gc
 import math
 import sys
 from collections.abc import Iterator
@@ -135,8 +136,11 @@ class Job:
 
         After SIGTERM or SIGINT, saves a checkpoint and exits."""
         if not self.is_finished():
-            with make_folder_removed_if_empty(self.folder):
-                train_job(self, quiet)
+            try:
+                with make_folder_removed_if_empty(self.folder):
+                    train_job(self, quiet)
+            finally:
+                gc.collect()  # CUDA graphs are in reference cycles; destroying one during a capture is an error
         self.remove_checkpoints()
         return self.read_result()
 

@@ -90,6 +90,8 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, wo
         checkpoint, weights = Path(result.checkpoint), None
         del task
         gc.collect()  # the trainer and its CUDA graphs are in reference cycles, and the next phase needs their memory
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()  # DeviceTokens asks the driver how much is free
         if result.signal:
             break
     if not world.is_main:
