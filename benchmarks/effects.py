@@ -1,11 +1,12 @@
 """Which settings of pre-training improve the probe: effects estimated from all finished runs of a study together.
 
     python benchmarks/effects.py --study benchmarks/study --minutes 3
-    python benchmarks/effects.py --study benchmarks/study --minutes 3 --product discriminator_lr_scale batch_size
+    python benchmarks/effects.py --study benchmarks/study --product discriminator_lr_scale=2.0 batch_size=512
+    python benchmarks/effects.py --study benchmarks/study --without discriminator_lr_scale=2.0 batch_size=512
 
 Runs that differ in several settings, such as those of a Plackett-Burman design, estimate each effect from all runs. The
-scores are explained by least squares, with a column for each setting that differs from the defaults in some run;
-settings that only occur together share one. With a normal prior of mean 0 and a standard deviation of --prior points
+scores are explained by least squares, with a column for each setting and value that differ from the defaults in some
+run; those that only occur together share one. With a normal prior of mean 0 and a standard deviation of --prior points
 for each effect, fewer runs than settings suffice: what they cannot tell apart is divided among the settings.
 
 An effect is the mean over the levels of the other settings. Two settings whose effects do not add up distort the
@@ -23,9 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from electra.config import flat_defaults
 from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
+from electra.pretraining.config import PretrainConfig
 from electra.pretraining.recipes import split_phase
+from electra.runfolder import dump_json
 from electra.studies.measures import PRETRAINING_SD, PROBE
 from electra.studies.runs import MEASURES
 
@@ -34,11 +38,14 @@ Scores = dict[str, NDArray]  # of one run, by task: [folds, seeds]
 
 
 def changed_settings(settings: dict[str, Any], defaults: dict[str, Any]) -> set[str]:
-    """The names of settings that differ from the defaults; those of phases are `phases.NAME`."""
-    names = {name for name, value in settings.items() if name in defaults and value != defaults[name]}
-    names |= {name for name in settings.keys() - defaults.keys() if settings[name] not in (None, 0, 1, False)}
+    """The settings that differ from the defaults, as NAME=VALUE; those of phases are `phases.NAME=VALUE`."""
+    changed = {
+        f"{name}={value}"
+        for name, value in settings.items()
+        if name != "phases" and (value != defaults[name] if name in defaults else value)  # removed settings: off is 0
+    }
     phases = [split_phase(phase) for phase in settings["phases"]]
-    return names - {"phases"} | {f"phases.{name}" for phase in phases for name in phase if name != "fraction"}
+    return changed | {f"phases.{name}={phase[name]}" for phase in phases for name in phase if name != "fraction"}
 
 
 def build_columns(runs: list[set[str]], products: list[tuple[str, str]]) -> dict[str, NDArray]:
@@ -70,6 +77,12 @@ def estimate_effects(columns: dict[str, NDArray], scores: list[Scores], prior: f
     }
 
 
+def check_occurs(words: list[str], changed: dict[str, set[str]]) -> None:
+    known = set[str]().union(*changed.values())
+    if unknown := sorted(set(words) - known):
+        raise SystemExit(f"no run has {', '.join(unknown)}; choose from {', '.join(sorted(known))}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, required=True, help="--output of electra study")
@@ -83,6 +96,8 @@ def main() -> None:
     parser.add_argument("--prior", type=float, default=1.0, help="standard deviation of effects, in points")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.prior <= 0:
+        parser.error("--prior must be above 0")
     files = sorted((arguments.study / MEASURES).glob("*.json"))
     settings = {file.stem: json.loads(file.read_text(encoding="utf-8"))["settings"] for file in files}
     arrays = score_arrays(read_results(arguments.study / PROBE), arguments.score)
@@ -96,16 +111,17 @@ def main() -> None:
     if not names:
         raise SystemExit(f"no finished runs of {arguments.minutes:g} minutes in {arguments.study}")
     shortest = min(names, key=len)  # names list what differs from the defaults
-    defaults = {name: value for name, value in settings[shortest].items() if name not in SEED_AND_BUDGET}
+    defaults = json.loads(dump_json(flat_defaults(PretrainConfig))) | settings[shortest]  # some are newer than records
     own = {name: {key: value for key, value in settings[name].items() if key not in SEED_AND_BUDGET} for name in names}
     changed = {name: changed_settings(own[name], defaults) for name in names}
-    known = set().union(*changed.values())
-    if unknown := {word for words in (*arguments.product, arguments.without) for word in words} - known:
-        raise SystemExit(f"{', '.join(sorted(unknown))}: differs in no run; choose from {', '.join(sorted(known))}")
     if arguments.without:
-        names = [name for name in names if not changed[name].issuperset(arguments.without)]
-    columns = build_columns([changed[name] for name in names], arguments.product)
-    effects = estimate_effects(columns, [arrays[name, "default"] for name in names], arguments.prior / 100)
+        check_occurs(arguments.without, changed)
+        changed = {name: words for name, words in changed.items() if not words.issuperset(arguments.without)}
+    check_occurs([word for words in arguments.product for word in words], changed)
+    columns = build_columns(list(changed.values()), arguments.product)
+    if not columns:
+        raise SystemExit("these runs differ in no setting")
+    effects = estimate_effects(columns, [arrays[name, "default"] for name in changed], arguments.prior / 100)
     if arguments.json:
         values = {name: {key: [each.mean, each.error] for key, each in row.items()} for name, row in effects.items()}
         print(json.dumps(values))
@@ -114,7 +130,9 @@ def main() -> None:
     rows = [[label, *(each.format("+") for each in effect.values())] for label, effect in ordered]
     print(markdown_table([[f"effect on the probe ({arguments.score}), points", *next(iter(effects.values()))], *rows]))
     between = f"{100 * PRETRAINING_SD:.1f} points between pre-training seeds"
-    print(f"\nFrom {len(names)} runs, with a prior of {arguments.prior:g} points; errors include an assumed {between}.")
+    print(
+        f"\nFrom {len(changed)} runs, with a prior of {arguments.prior:g} points; errors include an assumed {between}."
+    )
 
 
 if __name__ == "__main__":

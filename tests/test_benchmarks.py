@@ -184,7 +184,8 @@ def test_settings_that_occur_together_share_an_effect(monkeypatch):
     }
     defaults = {"warmup": 0.1, "phases": []}
     phases = ["fraction=0.7", "fraction=0.3,temperature=2"]
-    assert module.changed_settings({"warmup": 500, "phases": phases}, defaults) == {"warmup", "phases.temperature"}
+    changed = module.changed_settings({"warmup": 500, "phases": phases}, defaults)
+    assert changed == {"warmup=500", "phases.temperature=2"}
 
 
 def test_effects_are_estimated_from_the_stored_study(monkeypatch, capsys):
@@ -195,7 +196,7 @@ def test_effects_are_estimated_from_the_stored_study(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command)
     module.main()
     effects = json.loads(capsys.readouterr().out)
-    assert {"corrective_lm_weight", "mask_fraction"} <= effects.keys()
-    monkeypatch.setattr(sys, "argv", [*command, "--without", "mask_fractions"])
-    with pytest.raises(SystemExit, match=r"mask_fractions: differs in no run; choose from .*mask_fraction"):
+    assert {"corrective_lm_weight=8.0", "mask_fraction=0.25"} <= effects.keys()
+    monkeypatch.setattr(sys, "argv", [*command, "--without", "mask_fraction=0.3"])
+    with pytest.raises(SystemExit, match=r"no run has mask_fraction=0.3; choose from .*mask_fraction=0.25"):
         module.main()

@@ -187,7 +187,7 @@ def describe_pretraining(checkpoint: Path) -> list[str]:
 
 
 def read_shard_index(checkpoint: Path) -> ShardIndex | None:
-    """What the shards of a run record, its corpus among them; None if the checkpoint or the shards were moved."""
+    """What the shards of a run record, its corpus among them; None if one of them was moved or cannot be read."""
     with suppress(DataError, OSError):
         if settings := read_run_settings(checkpoint):
             return read_index(Path(settings["data"]))

@@ -123,7 +123,7 @@ class Outputs:
 
     logits: NDArray  # [N, outputs] of rows; or [tokens, outputs], of the tokens of `Features.input_ids`
     features: Features | None = None
-    examples: Examples = field(default_factory=lambda: Examples(texts=[]))
+    examples: Examples = field(default_factory=lambda: Examples(texts=[]))  # empty: not given
 
     def row_logits(self) -> list[NDArray]:
         """The logits [length, outputs] of the tokens of each row."""

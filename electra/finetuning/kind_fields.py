@@ -102,7 +102,7 @@ class Kind:
 
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]] = class_names  # labels or predictions → class names or scores
-    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]  # of `electra predict`; those of texts need `decode`
+    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]  # of `electra predict`; `class_columns` calls `decode`
     mistakes: Callable[[Task, Outputs, NDArray, NDArray], Iterator[Mistake]] = lambda *_: iter(())
     """Outputs, predictions, labels → wrong predictions, for errors.md."""
     output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")

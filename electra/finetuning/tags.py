@@ -343,6 +343,7 @@ def tag_loss(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> T
 def predict_tags(outputs: Outputs, task: Task) -> NDArray:
     """The class ids of the words of each sentence, as lists; an I- that continues no entity becomes B-."""
     counts = outputs.examples.text_counts
+    assert len(counts), "Outputs needs its examples"
     predicted = stack_labels(split_sentences(word_logits(outputs).argmax(1).tolist(), counts))
     if task.scheme is None:
         return predicted
