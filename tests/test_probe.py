@@ -1,7 +1,9 @@
 """electra probe: folds, standard errors, results that are kept, and failing jobs."""
 
-import multiprocessing
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,8 +16,6 @@ from synthetic import write_glue, write_lines
 from electra.cli import main
 from electra.config import build_config
 from electra.errors import ConfigError, DataError
-from electra.finetuning import probe as probe_module
-from electra.finetuning import workers as workers_module
 from electra.finetuning.config import ProbeConfig
 from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.probe import ProbeJob, parse_settings, probe, write_splits
@@ -246,20 +246,39 @@ def test_a_file_of_others_is_kept(run, tmp_path, content):
     assert (tmp_path / "results.jsonl").read_bytes() == content
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
-def test_a_process_that_can_no_longer_use_the_gpu_is_replaced(run, monkeypatch):
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda method: fork)
-    monkeypatch.setattr(probe_module, "is_device_usable", lambda device: False)
-    finetune = probe_module.finetune
-    monkeypatch.setattr(
-        probe_module, "finetune", lambda job: finetune(replace(job, model=Path("none")) if job.fold == 2 else job)
-    )
-    tables, results, _ = run(tasks=("rte",), workers=2)
-    assert tables.exit_code == 1
-    assert sorted(each.fold for each in results) == [0, 1, 3, 4]
-    assert len(tables.failed) == 1
-    assert multiprocessing.active_children() == []
+BROKEN_GPU = """
+import time
+
+from electra.finetuning import probe
+
+finetune, is_broken = probe.finetune, False
+
+
+def finetune_or_break(job):
+    global is_broken
+    is_broken |= job.fold == 0
+    if is_broken:
+        raise RuntimeError("CUDA error")
+    time.sleep(1)  # a broken process would take the other jobs meanwhile
+    return finetune(job)
+
+
+probe.finetune, probe.is_device_usable = finetune_or_break, lambda device: not is_broken
+"""
+
+
+def test_a_process_that_can_no_longer_use_the_gpu_is_replaced(data, encoder_folder, tmp_path):
+    output = tmp_path / "results.jsonl"
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_GPU)  # Python imports it at its start, also in worker processes
+    flags = ["--data", data, "--model", encoder_folder, "--output", output, "--device", "cpu", "--seeds", "1"]
+    flags += ["--tasks", "rte", "--workers", "2", "--settings", "small", *SMALL]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "electra", "probe", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.count("failed: ") == 1
+    assert sorted(each.fold for each in read_results(output)) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
