@@ -10,7 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers_models import add_noise
+
+import electra
+from electra.runfolder import checkpoint_folders
 
 
 @pytest.fixture
@@ -126,6 +130,18 @@ def test_both_implementations_of_the_peer_have_the_same_loss(pretrain, make_pair
 def test_losses_of_a_mode_equal_themselves(run):
     [report] = run("--shapes tiny:4x16 --dropout 0 --compare-losses 3 --modes eager")["losses"]
     assert report["generator_difference"] == report["discriminator_difference"] == 0
+
+
+def test_the_average_of_checkpoints_has_the_mean_of_their_weights(finished_run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    average_checkpoints = importlib.import_module("average_checkpoints")
+    average_checkpoints.main(["--run", str(finished_run), "--last", "2", "--output", str(tmp_path / "mean")])
+    folders = [*checkpoint_folders(finished_run), tmp_path / "mean"]
+    first, second, mean = [load_file(folder / "model.safetensors") for folder in folders]
+    assert mean.keys() == second.keys()
+    for name, weight in mean.items():
+        torch.testing.assert_close(weight, (first[name] + second[name]) / 2)
+    assert len(electra.load(tmp_path / "mean", device="cpu").embed(["a text"])) == 1
 
 
 @pytest.mark.slow
