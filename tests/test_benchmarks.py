@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from transformers_models import add_noise
 
 import electra
+from electra.pretraining.command import pretrain as pretrain_model
+from electra.pretraining.config import read_run_record
 from electra.runfolder import checkpoint_folders
 
 
@@ -142,6 +145,37 @@ def test_the_average_of_checkpoints_has_the_mean_of_their_weights(finished_run, 
     for name, weight in mean.items():
         torch.testing.assert_close(weight, (first[name] + second[name]) / 2)
     assert len(electra.load(tmp_path / "mean", device="cpu").embed(["a text"])) == 1
+
+
+@pytest.fixture
+def race(monkeypatch):
+    """benchmarks/race.py as a module, with GLUE scores that are made up: STS-B has that of the run's seed."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    module = importlib.import_module("race")
+
+    def score_run(run: Path, options) -> SimpleNamespace:
+        seed = read_run_record(run).pretraining["seed"]
+        rows = [SimpleNamespace(task=task, median=80.0 + 6 * seed * (task == "stsb")) for task in module.GLUE_6]
+        return SimpleNamespace(rows=rows)
+
+    monkeypatch.setattr(module, "score_run", score_run)
+    return module
+
+
+def test_an_entry_of_the_race_is_the_mean_of_runs_that_differ_in_their_seed(race, run_config, tmp_path, capsys):
+    for name, settings in {"a": {"seed": 0}, "b": {"seed": 1}, "other": {"learning_rate": 1e-3}}.items():
+        pretrain_model(run_config(name, steps=2, **settings))
+    flags = ["--data", "glue", "--output", str(tmp_path / "entry"), "--runs", str(tmp_path / "a")]
+    capsys.readouterr()
+    race.main([*flags, str(tmp_path / "b")])
+    *_, first, second, mean = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert (float(first[-1]), float(second[-1]), mean[-1].strip()) == (80, 81, "80.50 ± 0.71")
+    with pytest.raises(SystemExit):
+        race.main([*flags, str(tmp_path / "other")])
+    assert "differ in more than their seed: --learning-rate" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        race.main([*flags, str(tmp_path / "a")])
+    assert "different folder names" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,101 @@
+"""The GLUE-6 score of an entry of docs/race.md: of runs that differ in their seed alone, from their exported folders.
+
+    electra pretrain --data shards/ --minutes 15 --seed 0 --output runs/0        # and with seeds 1 and 2
+    python benchmarks/race.py --runs runs/0 runs/1 runs/2 --data glue/ --output entry/
+
+Each run is exported to Hugging Face's format and fine-tuned by `electra glue` at the settings of rule 4. The same
+command continues after an interruption. The dev sets are used once per entry: choose settings by `electra probe`.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import electra
+from electra.finetuning.glue import GLUE_6, GlueTable, markdown_table
+from electra.pretraining.config import CHANGEABLE_ON_RESUME, read_run_record
+from electra.reporting.runs import read_run
+from electra.runfolder import describe_changed_settings
+
+MEAN = "GLUE-6"
+
+
+def score_run(run: Path, options: argparse.Namespace) -> GlueTable:
+    """Export a run, unless it is exported, and fine-tune it on GLUE-6."""
+    exported = options.output / run.name / "huggingface"
+    if not exported.exists():
+        electra.export(model=run, output=exported)
+    return electra.glue(
+        model=exported,
+        data=options.data,
+        output=options.output / run.name / "glue",
+        tasks=["glue-6"],
+        seeds=options.seeds,
+        large_seeds=options.large_seeds,
+        workers=options.workers,
+        device=options.device,
+    )
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    """A run with its cost and its scores on the dev sets, in percent."""
+
+    run: str
+    commit: str
+    minutes: float
+    steps: int
+    tokens: int
+    metrics: dict[str, float]  # held out, at the end
+    scores: dict[str, float]  # by task, and their mean
+
+    @property
+    def cells(self) -> list[str]:
+        costs = [f"{self.minutes:.2f}", f"{self.steps:,}", f"{self.tokens:,}"]
+        return [self.run, self.commit, *costs, *(f"{score:.2f}" for score in self.scores.values())]
+
+
+def build_scored_run(folder: Path, table: GlueTable) -> ScoredRun:
+    """The medians of a GLUE table, with the cost of the run that was fine-tuned."""
+    run, commit = read_run(folder, glue_table=None), read_run_record(folder).environment.get("commit", "")
+    medians = {row.task: row.median for row in table.rows if row.task in GLUE_6}
+    scores = medians | {MEAN: statistics.mean(medians.values())}
+    return ScoredRun(str(folder), commit[:7], run.minutes, run.steps, run.tokens, run.final_metrics, scores)
+
+
+def format_entry(runs: list[ScoredRun]) -> str:
+    """A table with a row for each run, and one for their mean and the standard deviation between them."""
+    rows = [["run", "commit", "minutes", "steps", "tokens", *runs[0].scores], *(run.cells for run in runs)]
+    if len(runs) > 1:
+        columns = [[run.scores[name] for run in runs] for name in runs[0].scores]
+        spread = [f"{statistics.mean(column):.2f} ± {statistics.stdev(column):.2f}" for column in columns]
+        rows.append(["mean ± standard deviation", "", "", "", "", *spread])
+    return markdown_table(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, nargs="+", required=True, help="run folders of electra pretrain")
+    parser.add_argument("--data", required=True, help="GLUE's official download")
+    parser.add_argument("--output", type=Path, required=True, help="folder for exported models and fine-tunings")
+    parser.add_argument("--seeds", type=int, default=5, help="of fine-tuning (default: %(default)s)")
+    parser.add_argument("--large-seeds", type=int, default=2, help="for SST-2 and QNLI (default: %(default)s)")
+    parser.add_argument("--workers", type=int, help="fine-tunings in parallel; default as in electra glue")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    first, *others = [read_run_record(run).pretraining for run in options.runs]
+    for run, settings in zip(options.runs[1:], others, strict=True):
+        if changes := describe_changed_settings(first, settings, CHANGEABLE_ON_RESUME | {"seed"}):
+            parser.error(f"{options.runs[0]} and {run} differ in more than their seed: {'; '.join(changes)}")
+    if len({run.name for run in options.runs}) < len(options.runs):
+        parser.error("--runs must have different folder names, by which their results are stored")
+    runs = [build_scored_run(run, score_run(run, options)) for run in options.runs]
+    print(json.dumps([asdict(run) for run in runs]) if options.json else format_entry(runs))
+
+
+if __name__ == "__main__":
+    main()
