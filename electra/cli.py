@@ -279,7 +279,8 @@ def describe_flag_error(error: CycloptsError) -> str:
             allowed = describe_allowed_values(error.target_type)
             return f"{token.keyword or 'the argument'} is {token.value!r}; it must be {allowed}"
         case UnusedCliTokensError():
-            return f"unexpected argument {(error.unused_tokens or [''])[0]!r}; put a text of several words in quotes"
+            unexpected = (error.unused_tokens or [""])[0]
+            return f"unexpected argument {unexpected!r}; put a text of several words, or a pattern with *, in quotes"
     return " ".join(str(error).split())
 
 
