@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.config import flat_defaults
-from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
+from electra.formatting import markdown_table
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.recipes import split_phase
 from electra.runfolder import dump_json

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import electra
-from electra.finetuning.glue import GLUE_6, GlueTable, markdown_table
+from electra.finetuning.glue import GLUE_6, GlueTable
+from electra.formatting import markdown_table
 from electra.pretraining.config import CHANGEABLE_ON_RESUME, read_run_record
 from electra.reporting.runs import read_run
 from electra.runfolder import describe_changed_settings

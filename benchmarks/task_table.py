@@ -43,11 +43,11 @@ from electra.config import build_config
 from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.glue import markdown_table
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task, read_examples
 from electra.finetuning.metrics import median
 from electra.finetuning.tasks import Task
+from electra.formatting import markdown_table
 from electra.model.storage import WEIGHTS, is_huggingface_folder
 from electra.runfolder import file_checksum, read_json, write_file, write_json
 

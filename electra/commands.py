@@ -43,7 +43,9 @@ def import_object(reference: str) -> Any:
 
 COMMANDS = {
     "demo": Command(
-        "serving.config:DemoConfig", "demonstration:run_demo", "train a tiny model on text found on this computer"
+        "serving.config:DemoConfig",
+        "demonstration:run_demo",
+        "try the packaged model, then train it on text found here",
     ),
     "tokenizer": Command(
         "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
@@ -115,12 +117,9 @@ COMMANDS = {
 }
 
 
-FUNCTION_NAMES = {"import": "import_model"}  # a keyword of Python
-
-
 def function_name(command: str) -> str:
     """The name of a command as a function of the package."""
-    return FUNCTION_NAMES.get(command, command.replace("-", "_"))
+    return "import_model" if command == "import" else command  # a keyword of Python
 
 
 def argument_name(setting: str) -> str:

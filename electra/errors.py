@@ -8,11 +8,14 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
+import importlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -88,6 +91,15 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {by_word[close[0]]}?" if close else otherwise
 
 
-def format_count(count: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun, for messages and results: 1 row, 2,000 rows."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+def import_optional(module: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or raise with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"{purpose} needs another library: pip install {module.partition('.')[0]}") from None
+
+
+def require_libraries(purpose: str, names: Iterable[str]) -> None:
+    """Raise, with one command that installs all of them, if optional dependencies are missing."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise ConfigError(f"{purpose} needs {', '.join(missing)}: pip install {' '.join(missing)}")

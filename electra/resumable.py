@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from electra.errors import ConfigError, DataError, format_count
+from electra.errors import ConfigError, DataError
+from electra.formatting import format_count
 from electra.runfolder import (
     PARTIAL,
     describe_changed_settings,

@@ -26,6 +26,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from electra.errors import ConfigError, DataError
+from electra.formatting import join_first_names
 
 PARTIAL = ".electra-partial"
 """Suffix of files and folders that are being written."""
@@ -293,11 +294,6 @@ def repair_advice(path: Path) -> str:
         return ""
     earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
     return f"remove {folder} to {f'use {earlier[-1]}' if earlier else 'start over: there is no earlier checkpoint'}"
-
-
-def join_first_names(names: list[str], count: int = 3) -> str:
-    """Join the first names, and the number of the others."""
-    return ", ".join(names[:count]) + (f" and {len(names) - count:,} more" if len(names) > count else "")
 
 
 def file_checksum(path: Path) -> str:

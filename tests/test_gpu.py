@@ -469,8 +469,9 @@ def test_a_batch_that_does_not_fit_into_gpu_memory_is_divided(run_config, capsys
 
 
 @COMPILED
-def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
-    runs = [run_config(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "resumed")]
+@pytest.mark.parametrize("dropout", [{"dropout": 0.1}, {"dropout": 0.1, "generator_dropout": 0.0}])
+def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config, dropout):
+    runs = [run_config(name, device="cuda", steps=60, **dropout) for name in ("first", "second", "third", "resumed")]
     for run in runs:
         pretrain(run)
     for folder in checkpoint_folders(runs[3].output)[-2:]:

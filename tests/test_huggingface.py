@@ -221,6 +221,14 @@ def test_tokenizer_files_are_copied(tmp_path, make_pair):
     assert settings == {"do_lower_case": True, "model_max_length": 32}  # at most the positions
 
 
+def test_a_model_with_settings_of_a_tokenizer_but_no_tokenizer_is_exported_without(modern_folder, tmp_path):
+    shutil.copytree(modern_folder, tmp_path / "ours")
+    for name in ("tokenizer.json", "vocab.txt", "checksums.json"):
+        (tmp_path / "ours" / name).unlink(missing_ok=True)
+    (tmp_path / "ours/tokenizer_config.json").write_text('{"do_lower_case": true}')
+    assert "tokenizer.json" not in export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs")).tokenizer
+
+
 def test_a_lone_vocabulary_is_exported_with_its_case(tmp_path, make_pair):
     save_model(make_pair(), tmp_path / "ours")
     (tmp_path / "ours/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nParis\nparis\n")

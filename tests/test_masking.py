@@ -187,7 +187,7 @@ def test_whole_word_masking_needs_continuations(make_batch):
 
 @pytest.mark.parametrize("fraction", [0, 1, 1.5, -0.1, float("nan")])
 def test_a_mask_fraction_outside_0_and_1_is_an_error(fraction):
-    with pytest.raises(ConfigError, match="between 0 and 1"):
+    with pytest.raises(ConfigError, match="must be above 0 and below 1"):
         MaskingConfig(mask_fraction=fraction)
 
 

@@ -10,6 +10,7 @@ from synthetic import write_choices, write_questions, write_rows, write_tags
 from transformers_models import add_noise
 
 import electra
+from electra import errors
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
@@ -69,6 +70,14 @@ def test_detect_and_embed_equal_pytorch(pair, tmp_path):
         load_service(replace(config, backend="torch"))
     with pytest.raises(ConfigError, match="computed on the CPU"):
         load_service(replace(config, device="cuda"))
+
+
+def test_onnx_files_are_run_without_the_library_that_traces_them(pair, tmp_path, monkeypatch):
+    electra.export(model=pair, to="onnx", output=tmp_path / "onnx")
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "onnxscript" else object())
+    assert len(electra.load(tmp_path / "onnx").embed(["a text"])) == 1
+    with pytest.raises(ConfigError, match="needs onnxscript: pip install onnxscript"):
+        electra.export(model=pair, to="onnx", output=tmp_path / "other")
 
 
 def test_fill_equals_pytorch(pair, tmp_path):

@@ -172,11 +172,16 @@ def test_a_masked_language_model_alone_has_the_dropout_of_the_discriminator(run_
 
 def test_the_dropout_of_phases_is_described_if_it_differs(run_config, shards):
     descriptions = []
-    for phases in (("fraction=0.5", "dropout=0.1"), ("fraction=0.5", "length=8")):
+    for phases in (
+        ("fraction=0.5", "dropout=0.1"),
+        ("fraction=0.5", "length=8"),
+        ("fraction=0.5", "generator-dropout=0.1"),
+    ):
         config = run_config(phases=phases, dropout=0.0)
         descriptions.append(list(describe_phases(plan_and_check_phases(config, open_shards(shards)))))
     assert [text.rpartition(", ")[2] for text in descriptions[0]] == ["dropout 0", "dropout 0.1"]
     assert "dropout" not in "".join(descriptions[1])
+    assert [text.rpartition(", ")[2] for text in descriptions[2]] == ["dropout 0", "dropout 0 (0.1 in the generator)"]
 
 
 def test_phases_keep_another_dropout_of_the_generator(run_config, shards):
@@ -406,6 +411,10 @@ def test_given_settings_win_over_those_of_the_phases_of_a_size():
     assert medium(schedule="cosine", warmup=0.2) == [(1.5e-3, "cosine", 0.2), (1e-3, "cosine", 0.2)]
     for other in ({"width": 256}, {"heads": 4}, {"embedding_width": 512}, {"phases": ("fraction=1",)}):
         assert medium(**other) == [(1e-3, "linear", 0.05)]
+
+
+def test_settings_that_are_given_as_none_are_not_set():
+    assert medium(init=None, width=None, steps=None) == medium()
 
 
 def test_a_run_with_phases_is_not_extended(run_config):

@@ -127,15 +127,6 @@ def test_the_baseline_can_be_chosen():
         compare_rows(results, "metric", ("c",))
 
 
-def test_settings_that_were_removed_are_ignored_in_stored_results_where_they_had_no_effect(tmp_path):
-    without, with_effect = ({"epochs": 3, "embedding_noise": noise} for noise in (0.0, 15.0))
-    stored = [
-        replace(result("a", "rte", fold, 1, 0.5), tuning=each) for fold, each in enumerate((without, with_effect))
-    ]
-    (tmp_path / "results.jsonl").write_text("".join(dump_json(asdict(each)) + "\n" for each in stored))
-    assert [each.tuning for each in read_results(tmp_path / "results.jsonl")] == [{"epochs": 3}, with_effect]
-
-
 def test_undefined_correlations_count_as_zero():
     results = [result("a", "stsb", fold, 1, value) for fold, value in ((0, None), (1, 0.5))]
     assert as_array(collect_scores(results, "spearman")).tolist() == [[0.0], [0.5]]

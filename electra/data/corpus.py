@@ -26,13 +26,12 @@ from electra.data.files import (
     escape_invalid_name,
     find_text_files,
     guess_encoding,
-    import_optional,
     limit_expansion,
     open_parquet,
     open_streams,
     read_as_utf8,
 )
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, import_optional
 
 SAMPLED_FILES = 16
 BLOCK_BYTES = 1 << 20

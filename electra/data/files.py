@@ -6,7 +6,6 @@ import bz2
 import codecs
 import glob
 import gzip
-import importlib
 import io
 import lzma
 import math
@@ -21,12 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from electra.errors import ConfigError, DataError, format_count
+from electra.errors import ConfigError, DataError, import_optional
+from electra.formatting import format_count
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -133,20 +131,6 @@ def warn_skipped_files(source: str) -> None:
             "rename plain text to .txt to include it",
             file=sys.stderr,
         )
-
-
-def import_optional(module: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or raise with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"{purpose} needs another library: pip install {module.partition('.')[0]}") from None
-
-
-def require_libraries(purpose: str, names: Iterable[str]) -> None:
-    """Raise, with one command that installs all of them, if optional dependencies are missing."""
-    if missing := [name for name in names if find_spec(name) is None]:
-        raise ConfigError(f"{purpose} needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from electra.config import Positional
 from electra.data.packing import PackedRows
 from electra.data.shards import SPLITS, Shards, TokenRing, open_shards
-from electra.errors import check_range, format_count
+from electra.errors import check_range
+from electra.formatting import format_count
 from electra.plotting import plot_document_lengths
 
 BAR_CHARACTERS = 40

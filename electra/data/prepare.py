@@ -53,14 +53,14 @@ from electra.data.shards import (
 )
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from electra.data.workers import count_usable_cores, map_in_order, map_on_ray
-from electra.errors import ConfigError, DataError, check_range, format_count
+from electra.errors import ConfigError, DataError, check_range
+from electra.formatting import format_count, join_first_names
 from electra.progress import create_progress_bar
 from electra.runfolder import (
     CHECKSUM,
     PARTIAL,
     check_same_settings,
     is_missing_or_empty,
-    join_first_names,
     read_json,
     write_file,
     write_stored,
@@ -293,16 +293,19 @@ def clean_up_on_failure(output: Path, part: Part) -> Iterator[None]:
             raise
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
         raise DataError(
-            f"{message}; {num_shards} finished shards are kept in {output}; run the same command on the same text to "
-            "resume"
+            f"{message}; {describe_finished(num_shards, output)}; run the same command on the same text to resume"
         ) from None
 
 
 def describe_kept(output: Path) -> str:
     """What is kept of a run that was stopped."""
     num_shards = len(shard_files(output))
-    kept = f"{num_shards} finished shards are kept in {output}" if num_shards else "no shard is finished yet"
+    kept = describe_finished(num_shards, output) if num_shards else "no shard is finished yet"
     return f"{kept}; the same command continues"
+
+
+def describe_finished(num_shards: int, output: Path) -> str:
+    return f"{format_count(num_shards, 'finished shard')} {'is' if num_shards == 1 else 'are'} kept in {output}"
 
 
 def find_finished_shards(output: Path, recorded: Recorded | None, part: Part) -> dict[str, ShardInfo]:
@@ -392,7 +395,8 @@ def check_and_write_index(config: ShardConfig, old_index: ShardIndex | None, ind
     """Write the index last; raises if shards that were made again are not what they were."""
     if old_index is not None and old_index.shards != index.shards:
         changed = [new.name for old, new in zip(old_index.shards, index.shards, strict=False) if old != new]
-        raise DataError(f"{', '.join(changed)} changed because the text changed; start again with another --output")
+        what = ", ".join(changed) or "the number of shards"
+        raise DataError(f"{what} changed because the text changed; start again with another --output")
     if not any(index.totals_by_split("tokens").values()):
         for shard in index.shards:
             (config.output / shard.name).unlink()

@@ -17,7 +17,8 @@ from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
 from electra.data.tokenizer import CONTINUATION_PREFIX, SPECIAL_TOKENS, TextTokenizer, build_wordpiece_tokenizer
 from electra.data.workers import call_in_thread
-from electra.errors import ConfigError, check_range, format_count
+from electra.errors import ConfigError, check_range
+from electra.formatting import format_count
 from electra.progress import create_progress_bar
 from electra.runfolder import create_folder_atomically
 from electra.signals import explain_stop

@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from electra import __version__
-from electra.data.files import import_optional
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, import_optional
 from electra.signals import defer_stop_signals
 
 Item = TypeVar("Item")

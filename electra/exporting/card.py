@@ -9,20 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from electra.data.shards import ShardIndex, read_index
-from electra.errors import DataError, format_count
+from electra.errors import DataError
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import ExportSource
-from electra.finetuning.glue import markdown_table, read_glue_table
+from electra.finetuning.glue import read_glue_table
 from electra.finetuning.job import read_job_result
 from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
 from electra.finetuning.metrics import format_metric
 from electra.finetuning.question_answering import N_BEST
+from electra.formatting import format_count, format_duration, markdown_table
 from electra.onnx.export import FOLDER, FP32, INT8
 from electra.pretraining.config import read_phase_settings, read_run_record, read_run_settings
 from electra.reporting.runs import find_glue_tables
 from electra.runfolder import CHECKPOINTS, CONFIG, RESULT, read_stored
 from electra.training.checkpoint import read_training_state
-from electra.training.logging import METRICS_FILE, format_duration, read_metrics
+from electra.training.logging import METRICS_FILE, read_metrics
 
 CARD = "README.md"
 PIPELINES = {  # Hugging Face's name of what a model does, if it has one
@@ -208,8 +209,7 @@ def describe_corpus(checkpoint: Path) -> str:
 
 
 def facts_table(facts: dict[str, str]) -> str:
-    cells = [[name, value.replace("|", "\\|")] for name, value in facts.items() if value]
-    return markdown_table([["", ""], *cells])
+    return markdown_table([["", ""], *([name, value] for name, value in facts.items() if value)])
 
 
 def transformers_usage(source: ExportSource) -> str:

@@ -18,7 +18,7 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.onnx.export import FOLDER, check_libraries, write_task, write_tokenizer
+from electra.onnx.export import FOLDER, check_export_libraries, write_task, write_tokenizer
 from electra.onnx.verify import (
     TIMED_LENGTH,
     OnnxFile,
@@ -84,7 +84,7 @@ def export(config: ExportConfig) -> ConversionResult | PageResult:
         description, parameters, files = write_package(config, find_model_folder(config.model))
         return ConversionResult(str(config.output), description, parameters, files)
     if config.to == "onnx":
-        check_libraries()
+        check_export_libraries()
     source = load_export_source(config)
     check_tokenizer(source.folder, source.encoder.config.vocab_size)
     write = write_onnx_folder if config.to == "onnx" else write_huggingface_folder

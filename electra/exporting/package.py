@@ -130,7 +130,7 @@ def case_flags(tokenizer: TextTokenizer) -> list[str]:
 def explicit_flags(settings: dict[str, Any]) -> list[str]:
     """The flags of electra pretrain whose values differ from their defaults."""
     base = {name: settings[name] for name in ("recipe", "size", "style")}
-    defaults = all_defaults(PretrainConfig, base | dict.fromkeys(BUDGETS))
+    defaults = all_defaults(PretrainConfig, base) | dict.fromkeys(BUDGETS)
     flags = []
     for name, value in settings.items():
         if name not in NOT_IN_COMMAND and (value != defaults.get(name) or name == "size"):

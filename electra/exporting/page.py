@@ -21,7 +21,7 @@ from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
 from electra.model.vocabulary_map import EPOCHS, compute_map
-from electra.onnx.export import INPUTS, INT8, check_libraries, write_tokenizer
+from electra.onnx.export import INPUTS, INT8, check_export_libraries, write_tokenizer
 from electra.onnx.verify import OnnxFile, count_advances, write_verified_files
 from electra.progress import create_progress_bar
 from electra.runfolder import PARTIAL, create_folder_atomically, dump_json
@@ -63,7 +63,7 @@ def open_command(folder: str | Path) -> str:
 
 def write_page(config: ExportConfig) -> PageResult:
     """Write a complete static site for a run, a model folder or an output of electra finetune."""
-    check_libraries()
+    check_export_libraries()
     examples = read_examples(config.examples or STATIC / EXAMPLES)
     sources = load_sources(config)
     main = next(iter(sources.values()))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from electra.data.tokenizer import TOKENIZER_FILES, Vocabulary, load_tokenizer, read_trained_length
+from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.exporting.config import ExportConfig
 from electra.finetuning.jobs import best_model_folder
@@ -26,7 +26,7 @@ from electra.huggingface.convert import (
 from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSES, Settings
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.encoder import Encoder
-from electra.model.storage import WEIGHTS, has_rtd_head, load_model, read_tensor_names
+from electra.model.storage import WEIGHTS, has_rtd_head, has_tokenizer, load_model, read_tensor_names
 from electra.onnx.export import ExportableModel, OutputFunction
 from electra.training.checkpoint import find_model_folder
 
@@ -215,5 +215,4 @@ def check_exported_as_onnx(has_crf: bool, folder: Path, config: ExportConfig) ->
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a model's tokenizer, if it has one."""
-    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    return load_tokenizer(folder).vocabulary if has_tokenizer else None
+    return load_tokenizer(folder).vocabulary if has_tokenizer(folder) else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from electra.data.tokenizer import read_trained_length
-from electra.errors import DataError, format_count
+from electra.errors import DataError
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.jobs import (
@@ -22,6 +22,7 @@ from electra.finetuning.jobs import (
 from electra.finetuning.kinds import KINDS, count_unknown_labels, define_task, read_examples, report_unknown_labels
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import HUB, Task, read_split_rows
+from electra.formatting import format_count
 from electra.training.logging import METRICS_FILE, read_metrics
 
 CORRELATIONS = ("matthews", "pearson", "spearman")

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from electra.config import PACKAGED_MODEL
-from electra.errors import ConfigError, check_range, format_count
+from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import SpanHead, TaskKind, kind_of_file
 from electra.finetuning.tasks import SQUAD_VERSIONS, TAGGING_COLUMNS, Task
+from electra.formatting import format_count
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrackerName, TrainerConfig
 

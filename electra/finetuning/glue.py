@@ -29,14 +29,14 @@ from electra.finetuning.jobs import (
 )
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, none_to_nan
-from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
+from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, TRAINABLE_TASKS, Task, get_glue_task, with_data_source
+from electra.formatting import markdown_table
 from electra.runfolder import convert_stored, read_json, remove_written_folder, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"
 GLUE_6 = get_args(Glue6Task)
 LARGE_TASKS = ("sst2", "qqp", "mnli", "qnli")
 EXCLUDED_FROM_MEAN = "wnli"  # as in the paper: its dev rows contradict its training rows
-TRAINABLE_TASKS = [name for name, task in GLUE_TASKS.items() if task.predicted_by is None]
 
 PUBLISHED = {
     # dev results of models by the paper's authors: Matthews of CoLA, Spearman of STS-B, else accuracy
@@ -123,15 +123,6 @@ class GlueTable:
         values = [self.published[name].get(row.task) for row in self.rows if row.task != EXCLUDED_FROM_MEAN]
         known = [value for value in values if value is not None]
         return f"{statistics.mean(known):.1f}" if known and len(known) == len(values) else ""
-
-
-def markdown_table(cells: list[list[str]]) -> str:
-    """An aligned Markdown table; the first row is the header."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    rows = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
 
 
 def glue(config: GlueConfig) -> GlueTable:

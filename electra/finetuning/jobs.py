@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import DataError, format_count
+from electra.errors import DataError
 from electra.finetuning.config import FinetuneConfig, GlueConfig, JobsConfig
 from electra.finetuning.features import Outputs, read_logits
 from electra.finetuning.job import MODEL, Job, JobResult, best_epoch_folders, read_job_result
@@ -20,6 +20,7 @@ from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.storage import is_finetuned_config, read_finetuned_config, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import HUB, Task
 from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
+from electra.formatting import format_count
 from electra.huggingface.names import get_architecture
 from electra.model.storage import (
     ONNX_ADVICE,

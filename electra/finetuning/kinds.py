@@ -52,8 +52,8 @@ from electra.finetuning.tasks import (
     stack_labels,
     take_chunk,
 )
+from electra.formatting import join_first_names
 from electra.huggingface.convert import choice_settings
-from electra.runfolder import join_first_names
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:

@@ -319,8 +319,7 @@ class JointSpanModel(TaskModel):
 
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, 1, pooling)
-        width = encoder.output_width if isinstance(encoder, FrozenEncoder) else encoder.config.width
-        self.head = JointSpanHead(width)
+        self.head = JointSpanHead(encoder.output_width)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra.errors import ConfigError, DataError, check_finite, format_count
+from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.conll import ConllWriter
 from electra.finetuning.features import Outputs, compute_logits, default_batch_size
@@ -33,6 +33,7 @@ from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_s
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.storage import load_finetuned_model, task_of_ensemble, weight_checksums
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
+from electra.formatting import format_count
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.progress import show_row_count
 from electra.resumable import check_output_file, content_checksum, open_resumable, remove_partial_output

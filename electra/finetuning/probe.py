@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra.config import build_config, parse_named_settings
-from electra.errors import ConfigError, DataError, TrainingError, format_count
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import ProbeConfig, TuningConfig
 from electra.finetuning.features import Outputs
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
@@ -36,6 +36,7 @@ from electra.finetuning.probe_results import Key, ProbeResult, ProbeScores, appe
 from electra.finetuning.storage import checksum_of_weights
 from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
 from electra.finetuning.workers import run_here_or_in_workers
+from electra.formatting import format_count
 from electra.objectives.evaluation import roc_auc
 from electra.runfolder import describe_changed_settings, dump_json, lock_file
 from electra.training.config import Device

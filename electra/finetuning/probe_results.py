@@ -15,7 +15,7 @@ correlation of folds, whose training rows overlap.
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import ProbeScore
-from electra.finetuning.glue import GLUE_6, markdown_table
+from electra.finetuning.glue import GLUE_6
 from electra.finetuning.tasks import GLUE_TASKS
+from electra.formatting import markdown_table
 from electra.runfolder import dump_json
 
 Key = tuple[str, str, str, int, int]  # model, setting, task, fold, seed
 Row = tuple[str, str]  # model and setting
 Scores = dict[tuple[int, int], list[float]]  # of one task by fold and seed: one value, or one per part of a slice
 LINE_START = b'{"model": '
-REMOVED_SETTINGS = {"embedding_noise": 0.0}  # of fine-tuning in stored results, with the value that had no effect
 StoredMetrics = Mapping[str, float | None]  # None: undefined, as the correlation of constant predictions
 
 
@@ -66,18 +66,13 @@ def read_results(path: Path) -> list[ProbeResult]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             result = msgspec.json.decode(line, type=ProbeResult)
-            results[result.key] = replace(result, tuning=without_removed_settings(result.tuning))
+            results[result.key] = result
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             is_complete = isinstance(error, msgspec.ValidationError)
             if is_complete or not (line.startswith(LINE_START) or LINE_START.startswith(line)):
                 raise DataError(f"{path} is not a file of electra probe; choose another --output") from None
             print(f"{path}: ignored an incomplete line", file=sys.stderr)
     return list(results.values())
-
-
-def without_removed_settings(tuning: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a stored result without those that no longer exist and had no effect."""
-    return {name: value for name, value in tuning.items() if REMOVED_SETTINGS.get(name, ...) != value}
 
 
 def append_result(path: Path, result: ProbeResult) -> None:
@@ -175,45 +170,56 @@ class ProbeScores:
         return f"{self.score}\n\n{markdown_table(cells)}"
 
 
-def select_results(results: list[ProbeResult], row: Row, task: str) -> list[ProbeResult]:
-    return [each for each in results if (each.model, each.setting, each.task) == (*row, task)]
+def scored_tasks(results: Iterable[ProbeResult]) -> list[str]:
+    present = {result.task for result in results}
+    return [task for task in GLUE_6 if task in present]
+
+
+def scores_by_row(results: list[ProbeResult], score: ProbeScore) -> dict[Row, dict[str, Scores]]:
+    """The scores of all models and settings by task."""
+    by_row: dict[Row, dict[str, list[ProbeResult]]] = {}
+    for each in sorted(results, key=lambda result: (result.model, result.setting)):
+        by_row.setdefault((each.model, each.setting), {}).setdefault(each.task, []).append(each)
+    return {
+        row: {task: collect_scores(by_task.get(task, ()), score_name(task, score)) for task in scored_tasks(results)}
+        for row, by_task in by_row.items()
+    }
 
 
 def score_arrays(results: list[ProbeResult], score: ProbeScore) -> dict[Row, dict[str, NDArray]]:
     """The scores [folds, seeds] by model and setting, and by task, of those that lack no result that others have."""
-    tasks = [task for task in GLUE_6 if any(result.task == task for result in results)]
-    expected = {task: {(each.fold, each.seed) for each in results if each.task == task} for task in tasks}
-    arrays: dict[Row, dict[str, NDArray]] = {}
-    for row in sorted({(result.model, result.setting) for result in results}):
-        arrays[row] = {}
-        for task in tasks:
-            scores = collect_scores(select_results(results, row, task), score_name(task, score))
-            if scores.keys() == expected[task]:
-                arrays[row][task] = as_array(scores)
-    return arrays
+    expected = expected_keys(results)
+    return {
+        row: {task: as_array(scores) for task, scores in by_task.items() if scores.keys() == expected[task]}
+        for row, by_task in scores_by_row(results, score).items()
+    }
+
+
+def expected_keys(results: Iterable[ProbeResult]) -> dict[str, set[tuple[int, int]]]:
+    """By task, the folds and seeds that any model and setting has."""
+    keys: dict[str, set[tuple[int, int]]] = {}
+    for result in results:
+        keys.setdefault(result.task, set()).add((result.fold, result.seed))
+    return keys
 
 
 def compare_rows(results: list[ProbeResult], score: ProbeScore, baseline: tuple[str, ...] = ()) -> ProbeScores:
     """Means, standard errors and paired differences from the baseline, by default the first complete row."""
-    arrays = score_arrays(results, score)
-    tasks = [task for task in GLUE_6 if any(result.task == task for result in results)]
+    arrays, tasks, expected = score_arrays(results, score), scored_tasks(results), expected_keys(results)
     complete = {row: by_task for row, by_task in arrays.items() if len(by_task) == len(tasks)}
     reference = find_baseline(baseline, list(arrays)) if baseline else next(iter(complete), None)
-    counts = {task: len({(each.fold, each.seed) for each in results if each.task == task}) for task in tasks}
     rows = []
-    for row, by_task in arrays.items():
+    for row, scores in scores_by_row(results, score).items():
+        by_task = arrays[row]
         has_difference = row in complete and reference in complete and row != reference
         differences = [
             complete[row][task] - complete[reference][task] for task in tasks if has_difference and reference
         ]
-        found = {
-            task: len(collect_scores(select_results(results, row, task), score_name(task, score))) for task in tasks
-        }
         rows.append(
             ProbeRow(
                 *row,
-                tasks={task: estimate_mean(scores) for task, scores in by_task.items()},
-                missing={task: counts[task] - found[task] for task in tasks if task not in by_task},
+                tasks={task: estimate_mean(array) for task, array in by_task.items()},
+                missing={task: len(expected[task]) - len(scores[task]) for task in tasks if task not in by_task},
                 mean=estimate_mean_of_tasks(by_task.values()) if row in complete else None,
                 difference=estimate_mean_of_tasks(differences) if differences else None,
             )

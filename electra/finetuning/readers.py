@@ -22,14 +22,13 @@ from electra.data.corpus import MAX_DOCUMENT_BYTES
 from electra.data.files import (
     TextFile,
     format_and_compression,
-    import_optional,
     limit_expansion,
     open_parquet,
     open_streams,
     require_text_file,
 )
-from electra.errors import ConfigError, DataError
-from electra.runfolder import join_first_names
+from electra.errors import ConfigError, DataError, import_optional
+from electra.formatting import join_first_names
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 DELIMITERS = (",", ";", "\t")  # of .csv; spreadsheets write semicolons where the comma is the decimal separator

@@ -176,7 +176,7 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
 
 def restore_weights(model: TaskModel, folder: Path) -> None:
     """Load the weights of a stored model of the same form."""
-    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+    load_weights(model, folder)
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:

@@ -54,7 +54,7 @@ from electra.finetuning.tasks import (
     get_cell,
     stack_labels,
 )
-from electra.runfolder import join_first_names
+from electra.formatting import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 ENTITY_SCORES = ENTITY_METRICS[:3]

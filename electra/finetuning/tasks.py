@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
 from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TagScheme, TaskKind, hub_rows, read_rows
-from electra.runfolder import join_first_names
+from electra.formatting import join_first_names
 
 HUB = "hub:"
 BALANCED = "balanced"  # --class-weights
@@ -333,6 +333,7 @@ GLUE_TASKS = {
         ),
     )
 }
+TRAINABLE_TASKS = [name for name, task in GLUE_TASKS.items() if task.predicted_by is None]
 
 HUB_CONFIGS = {"diagnostic": "ax"}  # task → config of the hub's dataset, if different
 HUB_SPLITS = {  # stem of the file's name → split of the hub's dataset, if different
@@ -345,11 +346,10 @@ HUB_SPLITS = {  # stem of the file's name → split of the hub's dataset, if dif
 
 def get_glue_task(name: str, data: str) -> Task:
     """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
-    trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
     if name not in GLUE_TASKS:
-        known = ", ".join([*trainable, *SQUAD_VERSIONS, *TAGGING_COLUMNS])
+        known = ", ".join([*TRAINABLE_TASKS, *SQUAD_VERSIONS, *TAGGING_COLUMNS])
         raise ConfigError(f"unknown task {name!r}; choose from {known}, or use your own files")
-    if name not in trainable:
+    if name not in TRAINABLE_TASKS:
         raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")
     return with_data_source(GLUE_TASKS[name], data)
 

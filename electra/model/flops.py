@@ -121,11 +121,9 @@ def component_costs(
             ]
         elif config.head == "mlm":
             costs["discriminator"] = mlm_costs(size, length, num_masked, outputs)
-        elif config.head == "copy_mlm":
+        else:
             gate = linear_cost("copy gate", size.width, 1, length, has_bias=True)
             costs["discriminator"] = [*mlm_costs(size, length, length, length), gate]
-        else:
-            raise ValueError(f"the costs of the head {config.head!r} are not known")
     return costs
 
 

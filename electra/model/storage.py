@@ -32,6 +32,7 @@ from electra.data.tokenizer import (
     read_trained_length,
 )
 from electra.errors import DataError
+from electra.formatting import join_first_names
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra, meta_device
 from electra.model.heads import RTDHead
@@ -41,7 +42,6 @@ from electra.runfolder import (
     convert_stored,
     create_folder_atomically,
     damaged_file_error,
-    join_first_names,
     read_bounded,
     read_json,
     repair_advice,
@@ -281,9 +281,14 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
     return tokenizer
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, and not only its settings for `transformers`."""
+    return any((folder / name).is_file() for name in (TOKENIZER_JSON, VOCAB_TXT))
+
+
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Raise if a folder's tokenizer cannot be loaded or has more entries than the model."""
-    if any((folder / name).is_file() for name in (TOKENIZER_JSON, VOCAB_TXT)):
+    if has_tokenizer(folder):
         load_model_tokenizer(folder, vocab_size)
 
 

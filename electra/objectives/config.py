@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_range
 from electra.model.config import AuxiliaryHead
 
 ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
@@ -30,10 +30,7 @@ class MaskingConfig:
     """Probability that a masked position becomes a random token (BERT: .1); otherwise it keeps its token."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_fraction < 1:
-            raise ConfigError(
-                f"is {self.mask_fraction}; it must be between 0 and 1, usually 0.15", field="mask_fraction"
-            )
+        check_range(self, "mask_fraction", above=0, below=1)
         probabilities = (self.mask_token_probability, self.random_token_probability)
         if min(probabilities) < 0 or sum(probabilities) > 1:
             raise ConfigError(
@@ -72,24 +69,14 @@ class ObjectiveConfig:
     """adversarial: weight of the generator's entropy, in nats, which is added to its objective."""
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(f"is {self.temperature}; it must be above 0, usually 1", field="temperature")
+        check_range(self, "temperature", above=0)
+        weights = ("discriminator_weight", "corrective_lm_weight", "bag_of_words_weight", "entropy_bonus")
+        check_range(self, *weights, at_least=0)
         if self.generator != "model" and (self.disallow_correct or self.temperature != 1):
             raise ConfigError(
                 f"--disallow-correct and --temperature change the samples of a generator, but --generator is "
                 f"{self.generator}; leave them out or use --generator model"
             )
-        weights = {
-            "discriminator_weight": 50,
-            "corrective_lm_weight": 1,
-            "bag_of_words_weight": 1,
-            "entropy_bonus": 0.01,
-        }
-        for name, example in weights.items():
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"is {getattr(self, name)}; it must be at least 0, for instance {example}", field=name
-                )
 
     def auxiliary_heads(self) -> tuple[AuxiliaryHead, ...]:
         """The heads of the auxiliary losses that have a weight."""

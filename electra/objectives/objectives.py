@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
+from electra.kernels.reference import gather_positions
 from electra.model.config import AuxiliaryHead, Head
 from electra.model.electra import Electra
 from electra.model.heads import TokenPredictions
@@ -229,7 +230,7 @@ def auxiliary_losses(
     config, discriminator = context.objective, electra.require_discriminator()
     losses: Losses = {}
     if config.corrective_lm_weight:
-        at_masked = hidden.gather(1, masked.positions[:, :, None].expand(-1, -1, hidden.shape[2]))  # [B, M, D]
+        at_masked = gather_positions(hidden, masked.positions)  # [B, M, D]
         restored = discriminator.predict_tokens("corrective_lm", at_masked)
         losses["corrective_lm"] = mlm_loss(restored, masked, config.corrective_lm_weight)
     if config.bag_of_words_weight:

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from electra.data.files import require_libraries
 from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokenizer
-from electra.errors import ConfigError
+from electra.errors import ConfigError, require_libraries
 from electra.finetuning.tasks import Task
 from electra.model.encoder import Encoder
 from electra.model.storage import ONNX_FILE, copy_tokenizer_files
@@ -79,8 +78,8 @@ class ExportableModel(nn.Module):
         return dict(zip(INPUTS[: 2 + self.has_segments], inputs, strict=False))
 
 
-def check_libraries() -> None:
-    """Raise, with the command that installs them, if libraries for ONNX are missing."""
+def check_export_libraries() -> None:
+    """Raise, with the command that installs them, if libraries for the export are missing."""
     require_libraries("--to onnx or page", LIBRARIES)
 
 

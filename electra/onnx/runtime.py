@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.data.tokenizer import load_tokenizer
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, require_libraries
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.models import TaskModel
 from electra.finetuning.predict import Predictor
@@ -18,7 +18,7 @@ from electra.huggingface.names import get_architecture
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.encoder import Encoder
-from electra.onnx.export import FOLDER, FP32, HIDDEN, INT8, TASK, OnnxTask, check_libraries, open_session
+from electra.onnx.export import FOLDER, FP32, HIDDEN, INT8, TASK, OnnxTask, open_session
 from electra.runfolder import CONFIG, read_json, read_stored
 
 
@@ -26,7 +26,7 @@ class OnnxSession:
     """An ONNX file with its inputs and outputs as tensors."""
 
     def __init__(self, folder: Path, int8: bool) -> None:
-        check_libraries()
+        require_libraries("a folder of electra export --to onnx", ("onnx", "onnxruntime"))
         file = folder / FOLDER / (INT8 if int8 else FP32)
         if not file.exists():
             raise DataError(f"{folder} has no {FOLDER}/{file.name}; export it with --to onnx{' --int8' * int8}")

@@ -11,6 +11,7 @@ from electra.config import flat_values
 from electra.data.shards import Shards
 from electra.data.tokenizer import CONTINUATION_PREFIX
 from electra.errors import ConfigError, DataError
+from electra.formatting import join_first_names
 from electra.model.config import ElectraConfig, EncoderConfig, get_size_preset
 from electra.model.storage import load_model_tokenizer, read_model_config, read_tensor_names
 from electra.objectives.config import ObjectiveName
@@ -33,7 +34,6 @@ from electra.runfolder import (
     check_same_settings,
     checkpoint_folders,
     is_missing_or_empty,
-    join_first_names,
     remove_partial_files,
     write_stored,
 )

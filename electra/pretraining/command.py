@@ -11,6 +11,7 @@ import torch
 
 from electra.data.shards import Shards, open_shards
 from electra.data.tokenizer import read_trained_length
+from electra.errors import ConfigError
 from electra.plotting import plot_pretraining_curves
 from electra.pretraining.checks import (
     build_run_record,
@@ -51,7 +52,10 @@ def pretrain(config: PretrainConfig) -> TrainResult | RunEstimate:
         for warning in run_warnings(config, phases, shards, device):
             world.print(warning)
         if config.dry_run:
-            world.require_single_process("--dry-run")
+            if world.size > 1:
+                raise ConfigError(
+                    f"--dry-run needs a single process, not {world.size} ranks; start it without torchrun"
+                )
             read_initial_weights(config, phases[0].model)  # raises where the run would
             return estimate_run(config, phases, shards, device)
         with lock_folder(config.output) if world.is_main else nullcontext():

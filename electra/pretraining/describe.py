@@ -9,7 +9,7 @@ import torch
 
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
-from electra.errors import format_count
+from electra.formatting import format_count, format_duration
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.objectives.evaluation import PLATEAU, TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
@@ -18,7 +18,6 @@ from electra.pretraining.held_out import held_out_loader_config
 from electra.pretraining.initialize import generator_init_folder, has_head_for
 from electra.pretraining.phases import Phase, changed_sizes, count_parameters, inits_discriminator_from_generator
 from electra.training.hardware import choose_dtype, device_memory_bytes, measure_flops_per_second
-from electra.training.logging import format_duration
 
 MODEL_NAMES = {
     "rtd": "discriminator",
@@ -95,12 +94,19 @@ def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:
 
 
 def describe_phases(phases: list[Phase]) -> Iterator[str]:
-    dropouts = [main_encoder_config(phase.model.encoder_configs()).dropout for phase in phases]
+    dropouts = [describe_dropout(phase.model) for phase in phases]
     for previous, phase, dropout in zip([None, *phases], phases, dropouts, strict=False):
         number = f"phase {phase.index + 1} of {len(phases)}, " if len(phases) > 1 else ""
-        dropout_text = f", dropout {dropout:g}" if len(set(dropouts)) > 1 else ""
+        dropout_text = f", {dropout}" if len(set(dropouts)) > 1 else ""
         text = f"{number}{describe_phase(phase)}{dropout_text}{describe_new_discriminator(previous, phase)}"
         yield f"{text}{describe_growth(previous, phase)}"
+
+
+def describe_dropout(model: ElectraConfig) -> str:
+    """The dropout of the main encoder, and the generator's where it is another."""
+    dropout = main_encoder_config(model.encoder_configs()).dropout
+    generator = model.generator.dropout if model.generator else dropout
+    return f"dropout {dropout:g}" + (f" ({generator:g} in the generator)" if generator != dropout else "")
 
 
 def describe_phase(phase: Phase) -> str:

@@ -11,6 +11,7 @@ from electra.data.loader import Batch, merge_batches, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards
 from electra.data.tokenizer import TextTokenizer
+from electra.formatting import markdown_table
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.objectives.evaluation import SEED, MaskedAndCorrupted, mask_and_corrupt
 from electra.objectives.objectives import ObjectiveContext
@@ -129,13 +130,8 @@ def format_sample(
 ) -> list[str]:
     """The lines of one sentence: corrupted text with samples in bold, and a table of samples and predictions."""
     text = [f"**{token}**" if at in masked_positions else token for at, token in enumerate(corrupted)]
-    titles = ["position", "original", "sample", *([prediction_title] if prediction_title else [])]
-    lines = ["> " + " ".join(text), "", markdown_row(titles), "|" + "---|" * len(titles)]
+    rows = [["position", "original", "sample", *([prediction_title] if prediction_title else [])]]
     for at in sorted({*masked_positions, *predictions}):
         cells = [str(at), original[at], corrupted[at] if at in masked_positions else ""]
-        lines.append(markdown_row([*cells, predictions[at]] if prediction_title else cells))
-    return [*lines, ""]
-
-
-def markdown_row(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        rows.append([*cells, *([predictions[at]] if prediction_title else [])])
+    return ["> " + " ".join(text), "", markdown_table(rows), ""]

@@ -27,7 +27,7 @@ from electra.model.config import (
     with_scaled_init_std,
 )
 from electra.model.electra import Electra
-from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
+from electra.model.encoder import ClassicEmbeddings, TokenEmbeddings
 from electra.model.grow import load_widened_weights, stack_layers
 from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
@@ -223,14 +223,13 @@ def set_unigram_output_bias(model: Electra, frequencies: Tensor) -> None:
 
 
 @torch.no_grad()
-def set_sinusoidal_positions(model: nn.Module) -> None:
+def set_sinusoidal_positions(model: Electra) -> None:
     """Set position embeddings to sinusoids with the root mean square of the default initialisation."""
-    for module in model.modules():
-        if not isinstance(module, Encoder) or not isinstance(module.embeddings, ClassicEmbeddings):
-            continue
-        if module.embeddings.base is None:  # differences from a base start at zero
-            table = module.embeddings.position.weight
-            table.copy_(sinusoidal_table(*table.shape) * module.config.init_std * 2**0.5)
+    for encoder in model.encoders():
+        embeddings = encoder.embeddings
+        if isinstance(embeddings, ClassicEmbeddings) and embeddings.base is None:  # differences from a base start at 0
+            table = embeddings.position.weight
+            table.copy_(sinusoidal_table(*table.shape) * encoder.config.init_std * 2**0.5)
 
 
 def sinusoidal_table(positions: int, width: int) -> Tensor:
@@ -259,10 +258,9 @@ def copy_first_segment_embedding(model: nn.Module) -> None:
 def set_cooccurrence_embeddings(model: Electra, shards: Shards) -> None:
     """Set token embeddings to vectors of co-occurrence with the scale of the default initialisation; special tokens and
     tokens that are not in the text keep theirs."""
-    encoders = [module for module in model.modules() if isinstance(module, Encoder)]
     tables = [
         (encoder.embeddings.token.weight, encoder.config.init_std)
-        for encoder in encoders
+        for encoder in model.encoders()
         if encoder.embeddings.base is None  # differences from a base start at zero
     ]
     vectors = cooccurrence_vectors(shards, max(table.shape[1] for table, _ in tables))

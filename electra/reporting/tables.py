@@ -5,7 +5,7 @@ from math import nan
 from pathlib import Path
 
 from electra.errors import DataError
-from electra.finetuning.glue import markdown_table
+from electra.formatting import markdown_table
 from electra.plotting import Panel, Points, plot_panels
 from electra.reporting.config import ReportConfig
 from electra.reporting.runs import Run, find_glue_tables, read_run

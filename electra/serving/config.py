@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from electra.config import PACKAGED_MODEL, Positional
-from electra.data.files import require_libraries
-from electra.errors import ConfigError, check_range
+from electra.errors import ConfigError, check_range, require_libraries
 from electra.model.config import EmbeddingPooling
 from electra.training.config import Device, Precision
 
@@ -52,6 +51,9 @@ class FillConfig:
     input: TextConfig
     count: int = 5
     """Number of tokens for each [MASK]."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "count", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from electra.data.files import as_text_file, import_optional, open_streams, require_text_file
+from electra.data.files import as_text_file, open_streams, require_text_file
 from electra.data.tokenizer import read_trained_length
-from electra.errors import ConfigError, DataError, format_count
+from electra.errors import ConfigError, DataError, import_optional
 from electra.finetuning.jobs import find_model_to_finetune
 from electra.finetuning.predict import CHUNK_SIZE
 from electra.finetuning.readers import FORMATS, Row, decode_lines, read_rows
 from electra.finetuning.storage import load_pretrained, weight_checksums
 from electra.finetuning.tasks import add_line_to_errors, check_text, take_chunk
+from electra.formatting import format_count, join_first_names
 from electra.progress import show_row_count
 from electra.resumable import ResumableFile, check_output_file, content_checksum, open_resumable
-from electra.runfolder import join_first_names
 from electra.serving.config import EmbedConfig
 from electra.serving.embedder import Embedder
 from electra.serving.inference import TextResults, read_lines, truncation_note

@@ -25,6 +25,7 @@ from starlette.staticfiles import StaticFiles
 from electra import __version__
 from electra.errors import ConfigError, DataError
 from electra.exporting.node_packages import has_node_packages
+from electra.formatting import format_count
 from electra.model.config import EmbeddingPooling
 from electra.serving.config import LimitsConfig, ServeConfig
 from electra.serving.embed import Embedding
@@ -82,7 +83,7 @@ class ServeResult:
     requests: int
 
     def __str__(self) -> str:
-        return f"stopped after {self.requests:,} requests"
+        return f"stopped after {format_count(self.requests, 'request')}"
 
 
 def create_app(service: Service, limits: LimitsConfig, name: str = "model") -> FastAPI:

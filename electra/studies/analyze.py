@@ -11,7 +11,7 @@ import torch
 
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError
-from electra.finetuning.glue import markdown_table
+from electra.formatting import markdown_table
 from electra.model.electra import Electra
 from electra.model.storage import (
     WEIGHTS,

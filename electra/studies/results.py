@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from electra.errors import DataError
-from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate
+from electra.formatting import markdown_table
 from electra.plotting import ErrorBars, plot_error_bars
 from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 from electra.studies.measures import (

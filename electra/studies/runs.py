@@ -17,8 +17,9 @@ from typing import IO, Any
 
 from electra.config import build_config, flat_defaults, flat_values, replace_settings
 from electra.data.shards import Shards
-from electra.errors import ConfigError, TrainingError, format_count
+from electra.errors import ConfigError, TrainingError
 from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, is_stopped, visible_gpus
+from electra.formatting import format_count
 from electra.model.storage import read_model_config
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record

@@ -159,7 +159,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim
     state = read_training_state(folder)
     if not (folder / CHECKSUMS).exists():
         raise DataError(f"{folder} has no {CHECKSUMS}; {repair_advice(folder / CHECKSUMS)}")
-    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+    load_weights(model, folder)
     load_optimizer_states(model, optimizers, read_tensors(folder / TRAINING), folder)
     return state
 
@@ -168,8 +168,9 @@ def read_training_state(folder: Path) -> CheckpointState:
     return read_stored(folder / STATE, CheckpointState)
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-    """Copy weights into the model's parameters; raises a DataError, naming `folder`, if one is missing."""
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copy the weights of a model folder into the model's parameters; raises a DataError if one is missing."""
+    weights = read_tensors(folder / WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:

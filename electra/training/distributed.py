@@ -133,10 +133,6 @@ class World:
                 field="batch_size",
             )
 
-    def require_single_process(self, flag: str) -> None:
-        if self.size > 1:
-            raise ConfigError(f"{flag} needs a single process, not {self.size} ranks; start it without torchrun")
-
     @contextmanager
     def report_lost_rank(self) -> Iterator[None]:
         """Turn the error of a communication that another rank does not take part in any more into one sentence."""

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 from torch import Tensor
 
-from electra.errors import ConfigError, TrainingError, format_count
+from electra.errors import ConfigError, TrainingError
+from electra.formatting import format_count
 from electra.progress import can_show_bars
 from electra.runfolder import damaged_file_error, dump_json, read_stored, report_damage, write_file, write_stored
 from electra.training.config import TrackerName
@@ -211,13 +212,6 @@ def import_summary_writer() -> Any:
     except ImportError:
         raise ConfigError("--tensorboard needs TensorBoard: pip install tensorboard") from None
     return SummaryWriter
-
-
-def format_duration(minutes: float) -> str:
-    for unit, size in (("days", 24 * 60), ("hours", 60)):
-        if minutes > 2 * size:
-            return f"{minutes / size:.1f} {unit}"
-    return f"{minutes:.1f} minutes"
 
 
 class ProgressBar(Progress):

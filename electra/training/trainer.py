@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
+from electra.formatting import format_duration
 from electra.kernels.cuda_graph import CaptureError, GraphedStep
 from electra.kernels.dispatch import disable_largest_kernel, is_out_of_shared_memory
 from electra.kernels.master_weights import MasterWeights
@@ -30,7 +31,7 @@ from electra.training.checkpoint import (
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.distributed import DistributedStep, GradientBuffer, World, gather_shards, seed_dropout
 from electra.training.hardware import WaitPolicy, is_out_of_memory
-from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
+from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
