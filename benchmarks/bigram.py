@@ -1,4 +1,4 @@
-"""Evaluate counts of bigrams (electra/serving/comparison.py) on the held-out rows and unigram samples of
+"""Evaluate counts of bigrams (electra/baselines.py) on the held-out rows and unigram samples of
 `unigram_rtd_auc`, and as predictions of masked tokens; the best of several smoothing weights is reported: an upper
 bound for this baseline."""
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from electra.data.shards import open_shards
-from electra.serving.comparison import (
+from electra.baselines import (
     bigram_auc,
     bigram_mlm_loss,
     count_bigrams,
     evaluation_batches,
     evaluation_samples,
 )
+from electra.data.shards import open_shards
 
 
 def main() -> None:

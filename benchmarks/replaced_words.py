@@ -1,11 +1,11 @@
-"""Count in how many of a hundred sentences a model finds the replaced word (electra/serving/replaced_words.jsonl)."""
+"""Count in how many of a hundred sentences a model finds the replaced word (electra/replaced_words.jsonl)."""
 
 import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from electra.baselines import find_replaced_words
 from electra.runfolder import dump_json
-from electra.serving.comparison import find_replaced_words
 from electra.serving.inference import load_text_model
 
 

@@ -293,7 +293,7 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # also of UTF-8, or nested too deeply
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; a table of settings is needed")
+        raise ConfigError(f"{path} contains a {type(values).__name__}; it must contain an object of settings by name")
     known = settings_by_name(config_class)
     values = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
     for name in values:
@@ -322,7 +322,7 @@ class CompletionConfig:
     """Complete commands, flags and their values with the tab key: print the script of a shell, or install it."""
 
     shell: Positional[Literal["bash", "zsh", "fish", "powershell"] | None] = None
-    """The shell; default: the one that runs this command. The script of powershell was never executed."""
+    """The shell; default: the one that runs this command. The PowerShell script is untested."""
     install: bool = False
     """Write the script where the shell finds it, and add what it needs to the shell's start file."""
 

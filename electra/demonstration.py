@@ -20,14 +20,7 @@ from typing import Any
 import numpy
 
 import electra
-from electra.config import PACKAGED_MODEL
-from electra.data.shards import Shards, open_shards
-from electra.errors import ConfigError
-from electra.exporting.node_packages import has_node_packages
-from electra.exporting.page import open_command
-from electra.onnx.export import LIBRARIES
-from electra.plotting import plot_demo
-from electra.serving.comparison import (
+from electra.baselines import (
     RANDOM_AUC,
     BaselineComparison,
     CorruptedSentence,
@@ -41,6 +34,13 @@ from electra.serving.comparison import (
     read_corrupted_sentences,
     word_scores,
 )
+from electra.config import PACKAGED_MODEL
+from electra.data.shards import Shards, open_shards
+from electra.errors import ConfigError
+from electra.exporting.node_packages import has_node_packages
+from electra.exporting.page import open_command
+from electra.onnx.export import LIBRARIES
+from electra.plotting import plot_demo
 from electra.serving.config import DemoConfig
 from electra.serving.inference import Model, load_text_model
 from electra.training.checkpoint import has_packaged_model

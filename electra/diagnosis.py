@@ -174,7 +174,7 @@ def describe_uses() -> dict[str, str]:
         "precision": str(precision).removeprefix("torch."),
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
-        "threads": f"{torch.get_num_threads()}, waiting as {describe_waiting(device)}",
+        "threads": f"{torch.get_num_threads()}; OpenMP wait policy {describe_waiting(device)}",
         "packaged model": str(PACKAGED_MODEL) if has_packaged_model() else "none, so that commands need --model",
     }
 
@@ -188,7 +188,7 @@ def describe_waiting(device: "torch.device") -> str:
     settings = wait_settings()
     chosen = "from the environment; electra changes nothing"
     if settings == OPENMP:
-        chosen = "electra's choice: they spin briefly, then sleep"
+        chosen = "set by electra: threads spin briefly, then sleep"
         if can_switch_spinning(device, torch.get_num_threads()):
             chosen += "; during training they sleep immediately while other programs are busy on the same cores"
     return f"{', '.join(f'{name}={value}' for name, value in settings.items())} ({chosen})"

@@ -49,7 +49,7 @@ def report_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"the tokenizers library failed ({error}); use another tokenizer") from None
+        raise DataError(f"the tokenizers library panicked ({error}); try another tokenizer") from None
 
 
 def check_range(

@@ -155,7 +155,7 @@ def open_resumable(path: Path, settings: dict[str, Any]) -> Iterator[ResumableFi
         except (KeyboardInterrupt, SystemExit, OSError):
             if output.progress_file.exists():
                 output.close()
-                print(f"what is finished of {path} is kept; run the same command to continue", file=sys.stderr)
+                print(f"partial output of {path} is kept; run the same command to continue", file=sys.stderr)
             else:
                 output.discard()
             raise

@@ -284,7 +284,7 @@ def report_damage(path: Path, advice: str | None = None) -> Iterator[None]:
 def damaged_file_error(path: Path, reason: str, advice: str | None = None) -> DataError:
     """The error of a file that is not as it was written, with what to do."""
     advice = advice or repair_advice(path) or "copy or create it again"
-    return DataError(f"{path} is damaged or of another kind ({reason}); {advice}")
+    return DataError(f"{path} is damaged or not in the expected format ({reason}); {advice}")
 
 
 def repair_advice(path: Path) -> str:
@@ -310,7 +310,7 @@ def write_checksums(folder: Path) -> None:
 def remove_written_folder(folder: Path) -> None:
     """Remove a folder atomically, so that a reader finds all of it or nothing.
 
-    One with files that its checksums do not list is kept: they are somebody else's."""
+    One with files that its checksums do not list is kept: electra did not write them."""
     with suppress(DataError):
         listed = read_stored(folder / CHECKSUMS, Checksums).files
         if all(path.name in listed or path.name == CHECKSUMS for path in folder.iterdir()):

@@ -169,15 +169,15 @@ def test_a_locked_folder_ends_all_ranks(dataset_config):
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
     world = World(torch.device("cpu"), rank=0, size=3)
     world.check_batch_size(12, 2)
-    with pytest.raises(ConfigError, match="batch_size is 8 and does not divide over 3 ranks; use 6 or 9, or other"):
+    with pytest.raises(ConfigError, match="batch_size is 8 and not divisible by 3 ranks; use 6 or 9, or another"):
         world.check_batch_size(8, 1)
-    with pytest.raises(ConfigError, match="is 3 and does not divide over 3 ranks times 2 micro-batches; use 6, or"):
+    with pytest.raises(ConfigError, match="is 3 and not divisible by 3 ranks × 2 micro-batches; use 6, or"):
         world.check_batch_size(3, 2)
 
 
 def test_a_run_refuses_a_batch_that_does_not_divide(dataset_config):
     results = finish_ranks(start_ranks(2, lambda rank: pretrain(dataset_config(batch_size=9))))
-    assert all("does not divide over 2 ranks; use 8 or 10" in str(result) for result in results)
+    assert all("not divisible by 2 ranks; use 8 or 10" in str(result) for result in results)
 
 
 def test_items_are_shared_and_their_results_gathered_in_order():

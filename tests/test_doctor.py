@@ -103,7 +103,7 @@ def test_doctor_says_how_threads_wait_and_who_chose_it(monkeypatch):
     assert "OMP_WAIT_POLICY=PASSIVE (from the environment" in describe_waiting(
         monkeypatch, {"OMP_WAIT_POLICY": "PASSIVE"}
     )
-    assert "electra's choice" in describe_waiting(monkeypatch, OPENMP)
+    assert "set by electra" in describe_waiting(monkeypatch, OPENMP)
 
 
 def test_doctor_says_that_threads_sleep_beside_busy_programs_where_they_do(monkeypatch):

@@ -296,7 +296,7 @@ def test_a_result_without_metrics_is_named(tmp_path, metrics):
         write_seed(tmp_path, seed, 0.5)
     path = tmp_path / "seed-2" / "result.json"
     write_json(path, read_json(path) | {"metrics": metrics})
-    with pytest.raises(DataError, match=r"seed-2/result.json is damaged or of another kind"):
+    with pytest.raises(DataError, match=r"seed-2/result.json is damaged or not in the expected format"):
         best_model_folder(tmp_path)
 
 

@@ -257,7 +257,7 @@ def test_chunked_mlm_head_on_a_cpu_equals_the_reference(vocab_size, monkeypatch)
 
 @interpreted
 def test_qkv_bias_gradient_equals_the_reference(one_program):
-    from electra.kernels.reductions import qkv_bias_grad
+    from electra.kernels.common import qkv_bias_grad
 
     grad_qkv = torch.randn(70, 3 * 200)
     assert_close([qkv_bias_grad(grad_qkv, torch.float32)], [reference.qkv_bias_grad(grad_qkv)])

@@ -26,7 +26,7 @@ PACKAGES = [
     "serving",
 ]
 ORDER = ["errors", "formatting", "config", "random", "signals", "runfolder", "progress", "resumable", "plotting"]
-ORDER += [*PACKAGES, "sklearn", "commands", "__init__", "diagnosis", "demonstration", "cli", "__main__"]
+ORDER += [*PACKAGES, "sklearn", "commands", "__init__", "baselines", "diagnosis", "demonstration", "cli", "__main__"]
 
 
 def module_name(path: Path) -> str:

@@ -14,6 +14,7 @@ from synthetic import write_rows
 from transformers import AutoTokenizer
 
 import electra
+from electra.baselines import find_replaced_words
 from electra.cli import main
 from electra.config import PACKAGED_MODEL
 from electra.data.tokenizer import SPECIAL_TOKENS, build_wordpiece_tokenizer
@@ -21,7 +22,6 @@ from electra.errors import ConfigError, DataError
 from electra.exporting import package
 from electra.model.storage import dequantize, load_model, quantize, relative_error
 from electra.pretraining.command import pretrain
-from electra.serving.comparison import find_replaced_words
 from electra.training import checkpoint
 
 WEIGHTS = "model.safetensors.gz"

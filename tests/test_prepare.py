@@ -413,7 +413,7 @@ def test_a_panic_of_the_tokenizers_library_is_a_one_line_error(text, capfd):
     (text / "0.txt").write_text("a" * 100 + "b")
     with pytest.raises(SystemExit, match="2"):
         cli.main(command(config(text, tokenizer=text.parent / "slow.json", workers=2)))
-    assert "electra: the tokenizers library failed (" in capfd.readouterr().err
+    assert "electra: the tokenizers library panicked (" in capfd.readouterr().err
 
 
 def test_after_a_full_disk_the_run_can_be_resumed(text, capsys, monkeypatch):

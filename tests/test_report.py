@@ -350,7 +350,7 @@ def with_bytes(run: Path) -> None:
         (with_cut_metrics, "metrics.jsonl has no evaluation at the last step, 20"),
         (
             with_strange_metrics,
-            "metrics.jsonl is damaged or of another kind (Expected `object`, got `array`)",
+            "metrics.jsonl is damaged or not in the expected format (Expected `object`, got `array`)",
         ),
         (with_bytes, "metrics.jsonl is damaged"),
         (with_cut_config, "config.json is damaged"),

@@ -212,7 +212,8 @@ def test_a_dataclass_is_read_as_it_was_stored(tmp_path):
 def test_a_file_of_another_form_is_one_error_that_names_it(tmp_path, content, reason):
     (tmp_path / "value.json").write_bytes(content)
     with pytest.raises(
-        DataError, match=rf"value.json is damaged or of another kind \(.*{reason}.*\); (copy or create|use the v)"
+        DataError,
+        match=rf"value.json is damaged or not in the expected format \(.*{reason}.*\); (copy or create|use the v)",
     ):
         read_stored(tmp_path / "value.json", Outer)
 

@@ -159,7 +159,7 @@ def pair_json(**settings) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "config.json is damaged or of another kind .* copy or create it again"),
+        ("{", "config.json is damaged or not in the expected format .* copy or create it again"),
         ("{}", "config.json has no model"),
         ('{"model": null}', "Expected `object`, got `null`"),
         ('{"model": {"generator": null}}', "missing required field `discriminator`"),

@@ -281,7 +281,7 @@ def test_a_tokenizer_that_would_fill_the_memory_is_refused(tmp_path, changes, me
 def test_damaged_settings_of_a_tokenizer_are_named(tmp_path, name, content):
     build_wordpiece_tokenizer([*SPECIAL_TOKENS, "a"], lowercase=True).save(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=f"{name} is damaged or of another kind"):
+    with pytest.raises(DataError, match=f"{name} is damaged or not in the expected format"):
         load_tokenizer(tmp_path)
 
 

@@ -95,7 +95,7 @@ def test_the_distributions_hold_what_they_should(distributions):
     [wheel], [source] = distributions.glob("*.whl"), distributions.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"electra", f"electra-{electra.__version__}.dist-info"}
-    assert {"electra/py.typed", "electra/serving/replaced_words.jsonl"} <= set(names)
+    assert {"electra/py.typed", "electra/replaced_words.jsonl"} <= set(names)
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "electra").rglob("*.py")}
     assert modules <= set(names)
     with tarfile.open(source) as archive:

@@ -325,7 +325,9 @@ def replace_invalid_utf8(block: Block, config: CorpusConfig, stats: ReadStats) -
         if encoding or num_invalid > MAX_INVALID * len(text):
             likely = f", probably {describe_encoding(block.data, encoding)}" if encoding else ""
             advice = f"--encoding {encoding or 'NAME (gb18030, shift_jis, euc-kr, …)'}"
-            raise DataError(f"{place}: not valid UTF-8{likely}; give {advice}, or --encoding utf-8 to have it replaced")
+            raise DataError(
+                f"{place}: not valid UTF-8{likely}; give {advice}, or --encoding utf-8 to replace invalid characters"
+            )
     if config.strict:
         raise DataError(f"{place}: not valid UTF-8; correct it or omit --strict")
     stats.replaced += num_invalid

@@ -168,7 +168,7 @@ def open_decompressed(compression: str, raw: BinaryIO) -> Any:
 @cache
 def warn_unchecked_zstd() -> None:
     """Print once that damage of .zst files may not be noticed: of all formats, only theirs has an optional checksum."""
-    print(".zst files without checksums are read as they are, even if damaged; zstd --check adds one", file=sys.stderr)
+    print("a .zst file has no checksum, so damage may go unnoticed; compress with zstd --check", file=sys.stderr)
 
 
 def limit_expansion(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> Iterator[Part]:

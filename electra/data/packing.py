@@ -59,8 +59,8 @@ class LoaderConfig:
         check_choice(self, "packing", get_args(Packing))
         if self.packing == "examples" and self.cross_document_attention:
             raise ConfigError(
-                "examples of one row must not see each other; use --no-cross-document-attention or --packing packed",
-                field="cross_document_attention",
+                "--packing examples does not allow attention between the examples of a row; use "
+                "--no-cross-document-attention or --packing packed"
             )
 
 

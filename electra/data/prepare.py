@@ -311,7 +311,7 @@ def describe_finished(num_shards: int, output: Path) -> str:
 def find_finished_shards(output: Path, recorded: Recorded | None, part: Part) -> dict[str, ShardInfo]:
     """The undamaged shards of a part by name; the others are made again.
 
-    Raises if a file is neither listed in the index nor recognisable as a shard: it may be somebody else's."""
+    Raises if a file is neither listed in the index nor recognisable as a shard: it may not be ours."""
     finished = {}
     for path in shard_files(output):
         if not part.contains(path.name):

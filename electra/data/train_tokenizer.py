@@ -24,7 +24,7 @@ from electra.runfolder import create_folder_atomically
 from electra.signals import explain_stop
 
 MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
-CASED, ACCENTED = 0.2, 0.002
+CASED_FRACTION, ACCENTED_FRACTION = 0.2, 0.002
 """Fractions of capitalised words and accented letters from which they are kept. English Wikipedia has 0.16 and 0.0007,
 German 0.28 and 0.012, Italian the fewest accents of the languages that need them: 0.0025."""
 BYTES_PER_TOKEN, MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 1_000, 2_048, 30_522
@@ -178,13 +178,13 @@ def choose_case_and_accents(config: TokenizerConfig, statistics: TextStatistics)
     reasons = []
     if config.lowercase is None:
         fraction = statistics.capitalised_fraction()
-        config = replace(config, lowercase=fraction < CASED)
+        config = replace(config, lowercase=fraction < CASED_FRACTION)
         choice = "lowercased" if config.lowercase else "case kept"
         reasons.append(f"{choice}: {fraction:.0%} of the words within sentences are capitalised (--[no-]lowercase)")
     if config.strip_accents is None:
         fraction = statistics.accented_fraction()
-        config = replace(config, strip_accents=None if fraction < ACCENTED else False)  # None: as in BERT
-        choice = "removed" if config.lowercase and fraction < ACCENTED else "kept"
+        config = replace(config, strip_accents=None if fraction < ACCENTED_FRACTION else False)  # None: as in BERT
+        choice = "removed" if config.lowercase and fraction < ACCENTED_FRACTION else "kept"
         reasons.append(f"accents {choice}: {fraction:.2%} of the letters have one (--[no-]strip-accents)")
     return config, reasons
 

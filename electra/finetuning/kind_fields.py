@@ -18,7 +18,7 @@ from electra.finetuning.readers import Row
 from electra.finetuning.tasks import Examples, RowReader, Task, get_cell, get_text
 from electra.huggingface.names import Settings
 from electra.model.config import EncoderConfig
-from electra.training.logging import DIVERGED
+from electra.training.logging import DIVERGENCE_RATIO
 
 
 def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
@@ -87,7 +87,7 @@ class Kind:
     num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
     """Targets → terms of the loss of each row [B], by which it is averaged."""
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
-    max_loss_ratio: float = DIVERGED  # of a training loss to `uniform_loss`; above it the training diverged
+    max_loss_ratio: float = DIVERGENCE_RATIO  # of a training loss to `uniform_loss`; above it the training diverged
     predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray] = softmax  # logits [N, num_labels] → probabilities, or scores
     compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import LOG2E, dropout_scale, split_rows_over_programs
+from electra.kernels.common import LOG2E, dropout_scale, split_rows_over_programs
 
 MAX_LENGTH = 128  # tokens whose scores one program can hold
 HEAD_WIDTHS = (32, 64, 128)  # of the Triton kernel
@@ -126,8 +126,8 @@ def short_attention_kernel(
         )
         if HAS_DROPOUT:
             weights = weights * attention_dropout_scale(seed, program, query, key, dropout, BLOCK)
-        mixed = tl.dot(weights.to(v.dtype), v) * inverse[:, None]
-        store_tile(out + row * L * H * K + head * K, query, column, L, H * K, mixed.to(v.dtype))
+        context = tl.dot(weights.to(v.dtype), v) * inverse[:, None]
+        store_tile(out + row * L * H * K + head * K, query, column, L, H * K, context.to(v.dtype))
 
 
 @triton.jit

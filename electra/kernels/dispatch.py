@@ -152,8 +152,8 @@ def attention(qkv: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
     if bias.cu_seqlens is not None:
         return varlen_attention(query, key, value, bias.cu_seqlens, bias.window, dropout)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, L, K]
-    mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias.mask, dropout_p=dropout)
-    return mixed.transpose(1, 2)  # [B, L, H, K]
+    context = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias.mask, dropout_p=dropout)
+    return context.transpose(1, 2)  # [B, L, H, K]
 
 
 def varlen_attention(
@@ -165,11 +165,11 @@ def varlen_attention(
     arguments = (query, key, value, cu_seqlens, cu_seqlens, L, L)
     if dropout:  # `varlen_attn` has none, but the operation that it calls does (torch 2.11 to 2.13)
         sides = {"window_size_left": window, "window_size_right": window} if window >= 0 else {}
-        mixed, *_ = torch.ops.aten._flash_attention_forward(*arguments, dropout, False, False, **sides)
+        context, *_ = torch.ops.aten._flash_attention_forward(*arguments, dropout, False, False, **sides)
     else:
-        mixed = varlen_attn(*arguments) if window < 0 else varlen_attn(*arguments, window_size=(window, window))
-    assert isinstance(mixed, Tensor)
-    return mixed.unflatten(0, (B, L))
+        context = varlen_attn(*arguments) if window < 0 else varlen_attn(*arguments, window_size=(window, window))
+    assert isinstance(context, Tensor)
+    return context.unflatten(0, (B, L))
 
 
 def linear_gelu(linear: nn.Linear, hidden: Tensor) -> Tensor:

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from electra.kernels import attention
-from electra.kernels.gelu import bias_gelu_backward, bias_gelu_forward, geglu_backward, geglu_forward
-from electra.kernels.layernorm import (
-    add_layernorm_backward,
-    add_layernorm_forward,
-    dropout_add_layernorm_backward,
-    dropout_add_layernorm_forward,
-)
-from electra.kernels.reductions import (
+from electra.kernels.common import (
     column_sums,
     column_sums_by_matrix,
     flatten_positions,
     gather_rows,
     qkv_bias_grad,
     scatter_rows,
+)
+from electra.kernels.gelu import bias_gelu_backward, bias_gelu_forward, geglu_backward, geglu_forward
+from electra.kernels.layernorm import (
+    add_layernorm_backward,
+    add_layernorm_forward,
+    dropout_add_layernorm_backward,
+    dropout_add_layernorm_forward,
 )
 from electra.kernels.side_stream import WeightGradientStream
 
@@ -61,7 +61,7 @@ class AttentionActivations(NamedTuple):
     """Stored by attention for the backward pass."""
 
     qkv: Tensor  # [N, 3 · D]
-    mixed: Tensor  # [N, D] the weighted values
+    context: Tensor  # [N, D] the weighted values
     logsumexp: Tensor  # [N · H]; empty for short attention
     rng_state: Tensor  # [2] of library attention's dropout; empty for short attention
 
@@ -72,11 +72,11 @@ def select_seed(seeds: Tensor | None, index: int, dropout: float) -> Tensor | No
 
 
 def classic_layer_after_attention(
-    mixed: Tensor, residual: Tensor, weights: ClassicWeights, seeds: Tensor | None, dropout: float, epsilon: float
+    context: Tensor, residual: Tensor, weights: ClassicWeights, seeds: Tensor | None, dropout: float, epsilon: float
 ) -> tuple[Tensor, ClassicActivations]:
-    """The layer's output [N, D] from the weighted values of its attention, `mixed`, and its input, `residual`."""
+    """The layer's output [N, D] from the weighted values of its attention, `context`, and its input, `residual`."""
     first, second = select_seed(seeds, 0, dropout), select_seed(seeds, 1, dropout)
-    output = mixed @ weights.output.T
+    output = context @ weights.output.T
     between = dropout_add_layernorm_forward(
         output, weights.output_bias, residual, weights.norm1_weight, weights.norm1_bias, epsilon, first, dropout
     )
@@ -90,10 +90,10 @@ def classic_layer_after_attention(
 
 
 def classic_layer_after_attention_backward(
-    mixed: Tensor, residual: Tensor, weights: ClassicWeights, saved: ClassicActivations, seeds: Tensor | None,
+    context: Tensor, residual: Tensor, weights: ClassicWeights, saved: ClassicActivations, seeds: Tensor | None,
     dropout: float, epsilon: float, grad_out: Tensor, side_stream: WeightGradientStream,
 ) -> tuple[Tensor, Tensor, ClassicWeights]:  # fmt: skip
-    """The gradients of `mixed`, `residual` and, still running on the side stream, the weights.
+    """The gradients of `context`, `residual` and, still running on the side stream, the weights.
 
     Without dropout grad_between and grad_down_out are the same tensor. The side stream reads it, so the main stream
     joins before `addmm_` updates it in place."""
@@ -112,15 +112,15 @@ def classic_layer_after_attention_backward(
     grad_residual, grad_projected, partials = dropout_add_layernorm_backward(
         saved.output, weights.output_bias, residual, weights.norm1_weight, grad_between, epsilon, first, dropout
     )
-    grad_output = side_stream(torch.mm, grad_projected.T, mixed)
+    grad_output = side_stream(torch.mm, grad_projected.T, context)
     dtypes = weights.norm1_weight.dtype, weights.norm1_bias.dtype, weights.output_bias.dtype
     grad_norm1_weight, grad_norm1_bias, grad_output_bias = side_stream(column_sums_by_matrix, partials, *dtypes)
-    grad_mixed = grad_projected @ weights.output
+    grad_context = grad_projected @ weights.output
     grad_weights = ClassicWeights(
         grad_output, grad_output_bias, grad_norm1_weight, grad_norm1_bias, grad_up, grad_up_bias,
         grad_down, grad_down_bias, grad_norm2_weight, grad_norm2_bias,
     )  # fmt: skip
-    return grad_mixed, grad_residual, grad_weights
+    return grad_context, grad_residual, grad_weights
 
 
 def empty_attention_state(hidden: Tensor, heads: int, use_short_attention: bool) -> tuple[Tensor, Tensor]:
@@ -143,15 +143,15 @@ def classic_layer(
     split = attention.split_heads(qkv, batch_size, heads)
     if use_short_attention:
         seed = select_seed(seeds, 2, attention_dropout)
-        mixed = attention.short_attention_forward(split, document_ids, None, seed, NO_WINDOW, attention_dropout)
+        context = attention.short_attention_forward(split, document_ids, None, seed, NO_WINDOW, attention_dropout)
         logsumexp, rng_state = empty_attention_state(hidden, heads, use_short_attention)
     else:
-        mixed, logsumexp, rng_state = attention.long_attention_forward(split, cu_seqlens, attention_dropout)
-    mixed = mixed.view_as(hidden)
+        context, logsumexp, rng_state = attention.long_attention_forward(split, cu_seqlens, attention_dropout)
+    context = context.view_as(hidden)
     out, saved = classic_layer_after_attention(
-        gather_rows(mixed, rows), gather_rows(hidden, rows), ClassicWeights(*weights), seeds, dropout, epsilon
+        gather_rows(context, rows), gather_rows(hidden, rows), ClassicWeights(*weights), seeds, dropout, epsilon
     )
-    return out, *AttentionActivations(qkv, mixed, logsumexp, rng_state), *saved
+    return out, *AttentionActivations(qkv, context, logsumexp, rng_state), *saved
 
 
 def classic_layer_fake(
@@ -175,23 +175,23 @@ def classic_layer_backward(
     dropout: float, epsilon: float, grad_out: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of hidden, of the qkv projection's weight and bias, and of the other weights."""
-    qkv, mixed, logsumexp, rng_state = AttentionActivations(*attended)
+    qkv, context, logsumexp, rng_state = AttentionActivations(*attended)
     side_stream = WeightGradientStream()
-    grad_mixed, grad_hidden, grad_weights = classic_layer_after_attention_backward(
-        gather_rows(mixed, rows), gather_rows(hidden, rows), ClassicWeights(*weights), ClassicActivations(*saved),
+    grad_context, grad_hidden, grad_weights = classic_layer_after_attention_backward(
+        gather_rows(context, rows), gather_rows(hidden, rows), ClassicWeights(*weights), ClassicActivations(*saved),
         seeds, dropout, epsilon, grad_out.contiguous(), side_stream,
     )  # fmt: skip
-    grad_mixed, grad_hidden = (scatter_rows(grad, rows, len(hidden)) for grad in (grad_mixed, grad_hidden))
+    grad_context, grad_hidden = (scatter_rows(grad, rows, len(hidden)) for grad in (grad_context, grad_hidden))
     split = attention.split_heads(qkv, batch_size, heads)
-    mixed, grad_mixed = mixed.view(split[:, :, 0].shape), grad_mixed.view(split[:, :, 0].shape)
+    context, grad_context = context.view(split[:, :, 0].shape), grad_context.view(split[:, :, 0].shape)
     if use_short_attention:
         seed = select_seed(seeds, 2, attention_dropout)
         grad_qkv = attention.short_attention_backward(
-            split, document_ids, None, seed, grad_mixed, NO_WINDOW, attention_dropout
+            split, document_ids, None, seed, grad_context, NO_WINDOW, attention_dropout
         )
     else:
         grad_qkv, partials = attention.long_attention_backward(
-            split, cu_seqlens, mixed, logsumexp, rng_state, grad_mixed, attention_dropout
+            split, cu_seqlens, context, logsumexp, rng_state, grad_context, attention_dropout
         )
     grad_qkv = grad_qkv.view_as(qkv)
     side_stream.join()
@@ -283,7 +283,7 @@ class ModernActivations(NamedTuple):
     residual: Tensor  # [N, D] fp32, the residual stream before attention; empty in the first layer
     normalized: Tensor  # [N, D]
     qkv: Tensor  # [N, 3 · D]
-    mixed: Tensor  # [N, D] the weighted values
+    context: Tensor  # [N, D] the weighted values
     between: Tensor  # [M, D] the normalised input of the feed-forward
     up: Tensor  # [M, 2 · F]
     activated: Tensor  # [M, F]
@@ -309,15 +309,15 @@ def modern_layer(
         before, normalized = add_layernorm_forward(residual, pending, parameters[0], epsilon)
     qkv = normalized @ weights.qkv.T
     split = attention.split_heads(qkv, batch_size, heads)
-    mixed = attention.short_attention_forward(split, document_ids, rope, None, window, 0.0).view_as(normalized)
-    output = gather_rows(mixed, rows) @ weights.output.T
+    context = attention.short_attention_forward(split, document_ids, rope, None, window, 0.0).view_as(normalized)
+    output = gather_rows(context, rows) @ weights.output.T
     total, between = add_layernorm_forward(
         gather_rows(residual if pending is None else before, rows), output, weights.norm, epsilon
     )
     up = between @ weights.up.T
     activated = geglu_forward(up)
     down = activated @ weights.down.T
-    return total, down, *ModernActivations(before, normalized, qkv, mixed, between, up, activated)
+    return total, down, *ModernActivations(before, normalized, qkv, context, between, up, activated)
 
 
 @modern_layer.register_fake
@@ -341,7 +341,7 @@ def modern_layer_backward(
     """The gradients of residual, of pending (except in the first layer), and of the parameters."""
     weights = ModernWeights(*parameters[-NUM_MODERN:])
     saved = ModernActivations(*activations)
-    N, D = saved.mixed.shape
+    N, D = saved.context.shape
     side_stream = WeightGradientStream()
     grad_down_out = grad_down_out.contiguous()
     grad_down = side_stream(torch.mm, grad_down_out.T, saved.activated)
@@ -351,11 +351,11 @@ def modern_layer_backward(
         total, weights.norm, grad_up_out @ weights.up, grad_total.contiguous(), epsilon
     )
     grad_norm = side_stream(column_sums, partials, weights.norm.dtype)
-    grad_output = side_stream(torch.mm, grad_projected.T, gather_rows(saved.mixed, rows))
+    grad_output = side_stream(torch.mm, grad_projected.T, gather_rows(saved.context, rows))
     grad_residual = scatter_rows(grad_residual, rows, N)
-    grad_mixed = scatter_rows(grad_projected @ weights.output, rows, N).view(batch_size, -1, heads, D // heads)
+    grad_context = scatter_rows(grad_projected @ weights.output, rows, N).view(batch_size, -1, heads, D // heads)
     grad_qkv_out = attention.short_attention_backward(
-        attention.split_heads(saved.qkv, batch_size, heads), document_ids, rope, None, grad_mixed, window, 0.0
+        attention.split_heads(saved.qkv, batch_size, heads), document_ids, rope, None, grad_context, window, 0.0
     ).view_as(saved.qkv)
     grad_qkv = side_stream(torch.mm, grad_qkv_out.T, saved.normalized)
     grad_normalized = grad_qkv_out @ weights.qkv
@@ -373,8 +373,8 @@ def modern_layer_backward(
 
 @modern_layer_backward.register_fake
 def _(parameters, document_ids, rope, rows, total, activations, *others):
-    mixed, is_first = ModernActivations(*activations).mixed, len(parameters) == NUM_MODERN
-    inputs = [total.new_empty(mixed.shape), *([] if is_first else [torch.empty_like(mixed)])]
+    context, is_first = ModernActivations(*activations).context, len(parameters) == NUM_MODERN
+    inputs = [total.new_empty(context.shape), *([] if is_first else [torch.empty_like(context)])]
     return [*inputs, *(torch.empty_like(each, memory_format=torch.contiguous_format) for each in parameters)]
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import column_sums, split_rows_over_programs
+from electra.kernels.common import column_sums, split_rows_over_programs
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
 BACKWARD_BLOCK_ROWS = 8  # in the backward pass of bias + GELU, whose programs are one warp each

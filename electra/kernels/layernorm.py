@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import dropout_scale, split_rows_over_programs
+from electra.kernels.common import dropout_scale, split_rows_over_programs
 
 TILE_ELEMENTS = 512  # per warp
 CHUNK = 256  # columns that one warp of the post-norm backward pass holds as one block

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from electra.kernels.reductions import LN2, LOG2E, column_sums, hash_uint32, split_rows_over_programs
+from electra.kernels.common import LN2, LOG2E, column_sums, hash_uint32, split_rows_over_programs
 from electra.kernels.side_stream import WeightGradientStream
 from electra.random import BLOCK
 

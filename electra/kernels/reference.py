@@ -106,9 +106,9 @@ def classic_layer(
     up, up_bias, down, down_bias, norm2_weight, norm2_bias = parameters[6:]
     first, second, third = (None, None, None) if seeds is None else seeds
     qkv = functional.linear(hidden, qkv_weight, qkv_bias).unflatten(-1, (3, heads, -1))  # [B, L, 3, H, K]
-    mixed = short_attention(qkv, document_ids, None, third, -1, attention_dropout).flatten(2)  # [B, L, D]
-    mixed, hidden = gather_positions(mixed, positions), gather_positions(hidden, positions)
-    projected = functional.linear(mixed, output)
+    context = short_attention(qkv, document_ids, None, third, -1, attention_dropout).flatten(2)  # [B, L, D]
+    context, hidden = gather_positions(context, positions), gather_positions(hidden, positions)
+    projected = functional.linear(context, output)
     between = dropout_add_layernorm(projected, output_bias, hidden, norm1_weight, norm1_bias, epsilon, first, dropout)
     activated = bias_gelu(functional.linear(between, up), up_bias)
     down_out = functional.linear(activated, down)
@@ -125,8 +125,8 @@ def modern_layer(
     if pending is not None:
         residual, normalized = add_layernorm(residual, pending, attention_norm[0], epsilon)
     qkv = functional.linear(normalized, qkv_weight).unflatten(-1, (3, heads, -1))  # [B, L, 3, H, K]
-    mixed = short_attention(qkv, document_ids, rope, None, window, 0.0).flatten(2)  # [B, L, D]
-    projected = functional.linear(gather_positions(mixed, positions), output)
+    context = short_attention(qkv, document_ids, rope, None, window, 0.0).flatten(2)  # [B, L, D]
+    projected = functional.linear(gather_positions(context, positions), output)
     total, between = add_layernorm(gather_positions(residual, positions), projected, norm, epsilon)
     return total, functional.linear(geglu(functional.linear(between, up)), down)
 

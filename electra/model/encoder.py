@@ -182,8 +182,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
-        mixed = dispatch.attention(qkv, bias, self.dropout if self.training else 0.0).flatten(2)  # [B, L, D]
-        return self.output(gather_positions(mixed, positions))  # [B, L or M, D]
+        context = dispatch.attention(qkv, bias, self.dropout if self.training else 0.0).flatten(2)  # [B, L, D]
+        return self.output(gather_positions(context, positions))  # [B, L or M, D]
 
 
 class FeedForward(nn.Module):

@@ -36,7 +36,7 @@ TOKEN_LOSSES = {"replace_mlm_loss": "model", "mlm_loss": "generator"}  # of mode
 Gather = Callable[[list], list]
 """Adds the results of the other ranks' batches to those of this rank's."""
 
-EVALUATED: dict[ObjectiveName, Objective] = OBJECTIVES | {"adversarial": OBJECTIVES["rtd"]}
+EVALUATION_OBJECTIVES: dict[ObjectiveName, Objective] = OBJECTIVES | {"adversarial": OBJECTIVES["rtd"]}
 """The objective whose losses are the held-out loss; a policy gradient's loss means little, so MLM replaces it."""
 
 
@@ -117,7 +117,7 @@ def held_out_loss(
     electra: Electra, batches: Iterable[Batch], context: ObjectiveContext, gather: Gather = list
 ) -> float:
     """The run's total loss over held-out batches, with its own masking and weights."""
-    context, losses = replace(context, seed=SEED), EVALUATED[context.objective.name].losses
+    context, losses = replace(context, seed=SEED), EVALUATION_OBJECTIVES[context.objective.name].losses
     return total_loss(add_losses_of_batches(gather([losses(electra, batch, context) for batch in batches]))).item()
 
 

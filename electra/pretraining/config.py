@@ -28,7 +28,7 @@ Recipe = Literal["faithful", "fast"]
 
 BUDGETS = ("steps", "tokens", "minutes")
 
-SETTINGS_OF_A_COMMAND = (
+COMMAND_SETTINGS = (
     "output",
     "resume",
     "dry_run",
@@ -36,7 +36,7 @@ SETTINGS_OF_A_COMMAND = (
     "start_file",
 )  # not of the run: a resumed one has its own
 CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they do not affect the weights
-    *("data", *SETTINGS_OF_A_COMMAND),
+    *("data", *COMMAND_SETTINGS),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches", "shard_weights"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
     *("corrupted_rows", "tensorboard", "track"),
@@ -212,7 +212,7 @@ class CorruptConfig:
     packing: Literal["packed", "examples"] = "packed"
     """Form of the rows, as in electra pretrain: compare runs on rows of the form that they were trained on."""
     device: Device = "auto"
-    """Where to compute."""
+    """auto: the GPU if there is one, else the CPU."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -235,7 +235,7 @@ def read_resumed_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     if not is_resumed or not has_run:
         return {}
     stored = read_run_record(run).pretraining
-    return {name: value for name, value in stored.items() if name not in SETTINGS_OF_A_COMMAND}
+    return {name: value for name, value in stored.items() if name not in COMMAND_SETTINGS}
 
 
 def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
                 output.save_part({"rows": rows, "truncated": embedder.truncated})
                 show(rows)
         if not rows:
-            raise DataError(f"{path} has no text; each line is one")
+            raise DataError(f"{path} contains no text; one text per line is expected")
         if output_path.suffix == NPY:
             output.file.seek(0)
             output.file.write(npy_header(rows, embedder.dimensions))  # their number is not known before the end

@@ -318,5 +318,5 @@ def read_lines(file: Path | None) -> list[str]:
         ) from None
     texts = [line.strip() for line in (lines if lines[-1] else lines[:-1])]
     if not any(texts):
-        raise DataError(f"{file or 'standard input'} has no text; each line is one")
+        raise DataError(f"{file or 'standard input'} contains no text; one text per line is expected")
     return texts

@@ -1,5 +1,5 @@
-"""What surrounds the application of the HTTP server: limits (sizes, slow clients, clients that go away), and counters
-in the text format of Prometheus."""
+"""ASGI middleware and protocol limits of the HTTP server (sizes, slow clients, clients that disconnect), and metrics in
+Prometheus' text format."""
 
 import asyncio
 import mmap

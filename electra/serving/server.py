@@ -40,7 +40,8 @@ CHARACTERS_PER_BATCH_TOKEN = 16
 MAX_CONNECTIONS = 512
 HEADERS = {"content-security-policy": "default-src 'self'", "x-content-type-options": "nosniff"}
 INDEX = """<!doctype html><html lang="en"><meta charset="utf-8"><title>electra</title>
-<p>An <a href="https://arxiv.org/abs/2003.10555">electra</a> server. <a href="/docs">How to ask it</a>.</p></html>"""
+<p>An <a href="https://arxiv.org/abs/2003.10555">electra</a> server:
+<a href="/docs">API documentation</a>.</p></html>"""
 
 
 class Error(BaseModel):

@@ -322,7 +322,7 @@ def table_csv(settings: list[SettingResult]) -> str:
 
 
 def check_study_folder(folder: Path) -> None:
-    """Raise a DataError if the folder of a study's tables and figures has files of others."""
+    """Raise a DataError if the folder of a study's tables and figures was not written by electra study."""
     if is_missing_or_empty(folder):
         return
     path = folder / STUDY

@@ -12,7 +12,7 @@ from typing import Any
 
 from electra.config import parse_named_settings
 from electra.errors import ConfigError
-from electra.pretraining.config import BUDGETS, SETTINGS_OF_A_COMMAND, PretrainConfig
+from electra.pretraining.config import BUDGETS, COMMAND_SETTINGS, PretrainConfig
 from electra.studies.config import StudyConfig, StudyName
 
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
@@ -63,7 +63,7 @@ def compute_setting(name: str, settings: dict[str, Any], size: str, budget: Frac
     return StudySetting(f"{name}, {size}, {budget}", settings, series=f"{name}, {size}", budget=budget)
 
 
-SET_BY_STUDY = ("data", "seed", "device", *SETTINGS_OF_A_COMMAND, *BUDGETS)  # not by settings
+SET_BY_STUDY = ("data", "seed", "device", *COMMAND_SETTINGS, *BUDGETS)  # not by settings
 COMPUTE_SIZES, COMPUTE_BUDGETS = ("small", "tiny"), (Fraction(1), Fraction(1, 2), Fraction(1, 4))
 
 STUDIES: dict[StudyName, Study] = {

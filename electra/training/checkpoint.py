@@ -41,7 +41,7 @@ except ImportError:  # Windows
 
 TRAINING = "training.safetensors"
 STATE = "state.json"
-KEPT: dict[Path, int | None] = {}
+LOCKED_CHECKPOINTS: dict[Path, int | None] = {}
 """Descriptors of checkpoints that this process reads, perhaps again: a fine-tuning does for each seed."""
 
 
@@ -78,14 +78,14 @@ def has_packaged_model() -> bool:
 
 def keep_checkpoint(folder: Path) -> bool:
     """Keep a checkpoint from being removed by its run until this process ends; False if it is already gone."""
-    if folder.parent.name == CHECKPOINTS and folder not in KEPT:
+    if folder.parent.name == CHECKPOINTS and folder not in LOCKED_CHECKPOINTS:
         with suppress(FileNotFoundError):
-            KEPT[folder] = open_locked(folder)
+            LOCKED_CHECKPOINTS[folder] = open_locked(folder)
     return folder.exists()
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, unless a process keeps it or it has files of others."""
+    """Remove a checkpoint, unless a process keeps it or it has files that are not its own."""
     try:
         descriptor = open_locked(folder, exclusive=True)
     except BlockingIOError:
@@ -220,7 +220,9 @@ def check_own_folder(folder: Path, model: str) -> None:
     is_log = metrics.is_file() and read_bounded(metrics)[:5] in (b"", b'{"kin')  # killed before its first checkpoint
     others = {path.name for path in folder.iterdir()} - {CHECKPOINTS, METRICS_FILE if is_log else CHECKPOINTS}
     if others:
-        raise DataError(f"{folder} has files of others ({min(others)}); move them away or choose another --output")
+        raise DataError(
+            f"{folder} has files that electra did not write ({min(others)}); move them or choose another --output"
+        )
 
 
 def prune_checkpoints(run: Path, keep_last: int, best_name: str | None) -> None:

@@ -79,8 +79,8 @@ class TrainerConfig:
     track: TrackerName = "none"
     """Also send the metrics and settings to Weights & Biases or to Trackio; a resumed run continues there, too."""
     start_file: Path | None = None
-    """Wait after the first step, which includes compilation, until the program that started this run creates this file:
-    to prepare a run while another one uses the GPU."""
+    """Used by electra study --overlap: wait after the first step, which includes compilation, until this file
+    exists."""
 
     def __post_init__(self) -> None:
         check_range(self, *(field.name for field in fields(self) if field.type is int), at_least=1)

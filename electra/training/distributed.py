@@ -122,14 +122,15 @@ class World:
                 )
 
     def check_batch_size(self, rows: int, micro_batches: int) -> None:
-        """Raise if a batch does not divide over ranks and micro-batches."""
+        """Raise if a batch is not divisible by ranks and micro-batches."""
         parts = self.size * micro_batches
         if rows % parts:
             below, above = rows // parts * parts, (rows // parts + 1) * parts
-            micro = f" times {micro_batches} micro-batches" if micro_batches > 1 else ""
+            micro = f" × {micro_batches} micro-batches" if micro_batches > 1 else ""
             sizes = " or ".join(str(size) for size in (below, above) if size)
             raise ConfigError(
-                f"is {rows} and does not divide over {self.size} ranks{micro}; use {sizes}, or other numbers of them",
+                f"is {rows} and not divisible by {self.size} ranks{micro}; use {sizes}, or another number of ranks or "
+                "micro-batches",
                 field="batch_size",
             )
 

@@ -32,7 +32,7 @@ TRACKED_RUNS = "tracking.json"
 MetricsCallback = Callable[[dict[str, Any]], object]
 """Called with each line of metrics.jsonl, and the run folder under `run`."""
 CALLBACKS: list[MetricsCallback] = []
-DIVERGED = 10
+DIVERGENCE_RATIO = 10
 """A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
 
 
@@ -244,7 +244,7 @@ class ProgressBar(Progress):
 
 
 def check_not_diverged(
-    name: str, loss: float | None, uniform_loss: float, advice: str, max_ratio: float = DIVERGED
+    name: str, loss: float | None, uniform_loss: float, advice: str, max_ratio: float = DIVERGENCE_RATIO
 ) -> None:
     """Raise a TrainingError if the last loss of a training is not finite (also None) or above `max_ratio`."""
     loss = math.nan if loss is None else loss

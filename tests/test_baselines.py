@@ -7,14 +7,7 @@ import pytest
 import torch
 
 import electra
-from electra.data.shards import open_shards
-from electra.data.tokenizer import build_wordpiece_tokenizer
-from electra.objectives.evaluation import DetectionMetrics, MaskedAndCorrupted, evaluate
-from electra.objectives.masking import Masked
-from electra.objectives.objectives import Corrupted
-from electra.pretraining.held_out import held_out_batches
-from electra.pretraining.token_counts import unigram_frequencies
-from electra.serving.comparison import (
+from electra.baselines import (
     BaselineComparison,
     BigramCounts,
     bigram_auc,
@@ -28,6 +21,13 @@ from electra.serving.comparison import (
     read_corrupted_sentences,
     word_scores,
 )
+from electra.data.shards import open_shards
+from electra.data.tokenizer import build_wordpiece_tokenizer
+from electra.objectives.evaluation import DetectionMetrics, MaskedAndCorrupted, evaluate
+from electra.objectives.masking import Masked
+from electra.objectives.objectives import Corrupted
+from electra.pretraining.held_out import held_out_batches
+from electra.pretraining.token_counts import unigram_frequencies
 from electra.serving.inference import load_text_model
 
 SENTENCES = read_corrupted_sentences()
