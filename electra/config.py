@@ -127,8 +127,9 @@ def missing_settings(config_class: type, names: Iterable[str]) -> list[Setting]:
 
 
 def build_config(config_class: type[Config], **values: Any) -> Config:
-    """A config from flat values; `config_class.dependent_defaults(values)`, where defined, supplies the others."""
-    values = convert_values(config_class, values)
+    """A config from flat values; `config_class.dependent_defaults(values)`, where defined, supplies the others, also
+    those that are None: no setting has another default."""
+    values = {name: value for name, value in convert_values(config_class, values).items() if value is not None}
     values = all_defaults(config_class, values) | values
     if missing := missing_settings(config_class, values):
         raise ConfigError(f"no value is given for {', '.join(each.name for each in missing)}")

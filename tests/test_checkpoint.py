@@ -12,7 +12,7 @@ from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import CHECKSUMS, PARTIAL, checkpoint_folders
 from electra.training import checkpoint
 from electra.training.checkpoint import (
-    KEPT,
+    LOCKED_CHECKPOINTS,
     STATE,
     TRAINING,
     CheckpointState,
@@ -140,7 +140,7 @@ def test_a_run_that_trains_does_not_remove_the_checkpoint_that_is_read(tmp_path)
         prune_checkpoints(tmp_path, keep_last=1, best_name=None)
     assert [other.name for other in checkpoint_folders(tmp_path)] == ["step-000000001", "step-000000003"]
     assert len(read_tensors(folder / WEIGHTS)) == 2
-    os.close(KEPT.pop(folder))  # the reader ends
+    os.close(LOCKED_CHECKPOINTS.pop(folder))  # the reader ends
     prune_checkpoints(tmp_path, keep_last=1, best_name=None)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000003"]
 

@@ -355,7 +355,7 @@ def test_optional_switches_and_positional_values_from_a_config_file(tmp_path):
         ("settings.json", b'{"json": "maybe"}', "--json is 'maybe'; it must be true or false"),
         ("settings.json", b'{"mask_fraction": NaN}', "--mask-fraction is nan; it must be a finite number"),
         ("settings.json", b"{", "cannot read"),
-        ("settings.json", b"[]", "holds a list; a table of settings is needed"),
+        ("settings.json", b"[]", "contains a list; it must contain an object of settings"),
         ("settings.json", b'{"size": "\xff"}', "cannot read"),
         ("settings.yaml", b"1: base", "unknown setting '1' in"),
         ("settings.yaml", b"size: [", "cannot read"),

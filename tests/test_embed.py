@@ -137,7 +137,7 @@ def test_the_encoder_of_a_fine_tuned_model_embeds(finetuned, tmp_path):
     [
         ("a.jsonl", '{"review": "a"}', "--output out.npy", "no column 'text'; the columns are 'review'; --column"),
         ("a.jsonl", '{"text": 1}', "--output out.npy", "line 1: column 'text' holds a int"),
-        ("a.txt", "", "--output out.npy", "has no text"),
+        ("a.txt", "", "--output out.npy", "contains no text"),
         ("a.txt", "a", "--output out.csv", "must end in .npy, .parquet"),
         ("a.txt", "a", "--output nowhere/out.npy", "there is no folder nowhere"),
         ("a.txt", "a", "--output out.npy --layers 3", "--layers is 3; it must be numbers from 0 (the embeddings) to 2"),

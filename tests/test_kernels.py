@@ -33,9 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # numpy, in th
 @pytest.fixture
 def one_program(monkeypatch):
     """Let one program of a summing kernel loop over several blocks, as happens on a GPU with many rows."""
-    from electra.kernels import reductions
+    from electra.kernels import common
 
-    monkeypatch.setattr(reductions, "NUM_PROGRAMS", 0)
+    monkeypatch.setattr(common, "NUM_PROGRAMS", 0)
 
 
 @pytest.fixture

@@ -172,7 +172,6 @@ class PretrainConfig:
     @classmethod
     def dependent_defaults(cls, explicit_values: dict[str, Any]) -> dict[str, Any]:
         """The defaults of other settings: those of a resumed run or trunk, an --init model, and the recipe."""
-        explicit_values = {name: value for name, value in explicit_values.items() if value is not None}
         stored = read_resumed_settings(explicit_values) or read_trunk_settings(explicit_values)
         initial = read_init_model_settings(stored | explicit_values)
         known = flat_defaults(cls) | initial | stored | explicit_values
