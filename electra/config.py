@@ -204,9 +204,15 @@ def parse_key_values(config_class: type, words: Sequence[str], field: str) -> di
 
 
 def model_path(value: str | Path) -> Path:
-    """The path of a model; `packaged` is the model in the package, unless there is a file of that name."""
-    is_packaged = str(value) == PACKAGED_MODEL.name and not Path(value).exists()
-    return PACKAGED_MODEL if is_packaged else Path(value)
+    """The path of a model; `packaged` is the model in the package. Raises if another file has that name."""
+    if str(value) != PACKAGED_MODEL.name:
+        return Path(value)
+    if Path(value).exists() and Path(value).resolve() != PACKAGED_MODEL.resolve():
+        raise ConfigError(
+            f"{value} is the name of the model in the package, and also of {Path(value).absolute()}; rename that, or give "
+            "its absolute path"
+        )
+    return PACKAGED_MODEL
 
 
 def convert_value(name: str, value: Any, value_type: Any) -> Any:

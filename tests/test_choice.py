@@ -22,16 +22,12 @@ from electra.finetuning.models import ChoiceModel
 from electra.finetuning.predict import Predictor
 from electra.finetuning.storage import load_pretrained
 
-CONTEXT = "--text context --text-b question"
-
 
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder, tmp_path, capsys, caplog, style):
     model = {"classic": encoder_folder, "modern": modern_folder}[style]
     rows, path = write_choices(tmp_path / "rows.jsonl", 80, seed=0), tmp_path / "rows.jsonl"
-    flags = (
-        f"--kind choice {CONTEXT} --epochs 8 --learning-rate 1e-2 --batch-size 16 --length 32 --device cpu --dropout 0"
-    )
+    flags = "--kind choice --epochs 8 --learning-rate 1e-2 --batch-size 16 --length 32 --device cpu --dropout 0"
     pooling = "--pooling mean" if style == "modern" else ""
     tuned = f"finetune --model {model} --train {path} --dev {path} --output {tmp_path}/out {flags} {pooling}"
     result = json.loads(run(f"{tuned} --device cpu --json", capsys))
@@ -155,6 +151,23 @@ def test_context_and_question_are_optional(choice_task, columns, expected):
     assert (len(examples), examples.counts.tolist()) == (2, [2, 2])
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ("context", "question")),
+        ({"text": "question"}, ("question", None)),
+        ({"text_b": "other"}, ("context", "other")),
+        ({"label": "question"}, ("context", None)),
+    ],
+)
+def test_columns_named_context_and_question_are_read_unless_others_are_set(choice_task, settings, expected):
+    row = {"context": "a", "question": 0, "other": "c", "choices": ["big", "red"], "label": 0}
+    if "label" not in settings:
+        row["question"] = "b"
+    task = choice_task([row, row], **settings)
+    assert (task.text, task.text_b) == expected
+
+
 def test_a_csv_has_a_column_for_each_choice_and_the_last_may_be_empty(choice_task, encoder_folder, tmp_path, capsys):
     content = "q,one,two,three,label\nthe cat,sat,ran,flew,C\nthe dog,sat,ran,,B\n"
     task = choice_task(content, "rows.csv", text="q", choices=("one", "two", "three"))
@@ -176,7 +189,8 @@ def test_held_out_rows_keep_their_choices(tmp_path):
     train, dev = (read_examples(task, split) for split in ("train", "dev"))
     assert (len(train), len(dev)) == (15, 5)
     for examples in (train, dev):
-        groups = np.split(np.array(examples.texts, object), examples.counts.cumsum()[:-1])
+        choices = [text.removeprefix("in the house ") for text in examples.texts_b]
+        groups = np.split(np.array(choices, object), examples.counts.cumsum()[:-1])
         found = [next(row for row in rows if row["choices"] == list(group)) for group in groups]
         assert [row["label"] for row in found] == examples.labels.tolist()
 

@@ -97,7 +97,7 @@ def test_values_are_converted_to_the_types_of_their_settings():
             build_config(RunConfig, data="x", **values)
 
 
-def test_the_packaged_model_has_a_name_unless_there_is_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_packaged_is_the_packaged_model_and_ambiguous_beside_another_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert convert_values(ShardConfig, {"tokenizer": "packaged"}) == {"tokenizer": PACKAGED_MODEL}
     assert convert_values(PretrainConfig, {"init": Path("packaged"), "output": "packaged"}) == {
@@ -108,4 +108,7 @@ def test_the_packaged_model_has_a_name_unless_there_is_a_folder_of_that_name(tmp
     assert models == (PACKAGED_MODEL, Path("runs/x"))
     assert find_model_folder(Path("packaged")) == PACKAGED_MODEL
     (tmp_path / "packaged").mkdir()
-    assert convert_values(ShardConfig, {"tokenizer": "packaged"}) == {"tokenizer": Path("packaged")}
+    with pytest.raises(ConfigError, match="packaged is the name of the model in the package, and also of .*; rename"):
+        convert_values(ShardConfig, {"tokenizer": "packaged"})
+    absolute = {"tokenizer": tmp_path / "packaged"}
+    assert convert_values(ShardConfig, absolute) == absolute

@@ -150,7 +150,11 @@ def test_blank_lines_have_results_without_predictions(finished_run, tmp_path, ca
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"[MASK]\nno mask\n", "line 2: the text has no"), (b"\n", "contains no text"), (b"caf\xe9", "is not text in UTF-8")],
+    [
+        (b"[MASK]\nno mask\n", "line 2: the text has no"),
+        (b"\n", "contains no text"),
+        (b"caf\xe9", "is not text in UTF-8"),
+    ],
 )
 def test_lines_that_are_no_texts_are_reported(finished_run, tmp_path, capsys, content, message):
     (tmp_path / "texts").write_bytes(content)

@@ -1,6 +1,7 @@
 """Multiple choice: the choices of a row, the forms in which a label names one of them, and predictions."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
@@ -40,6 +41,13 @@ def read_choices(task: Task, row: Row) -> list[str]:
     if empty := [number for number, choice in enumerate(choices, start=1) if not choice.strip()]:
         raise DataError(f"choice {empty[0]} is empty; each choice must be a text")
     return [choice.strip() for choice in choices]
+
+
+def find_columns(task: Task, row: Row) -> Task:
+    """The task with the columns context and question of the training file, where no others are set."""
+    used = (task.text, task.text_b, task.label, *task.choices)
+    context, question = (name if name in row.values and name not in used else None for name in ("context", "question"))
+    return replace(task, text=task.text or context, text_b=task.text_b or question)
 
 
 def read_choice_texts(task: Task, row: Row) -> list[tuple[str, ...]]:

@@ -39,12 +39,12 @@ class TaskConfig:
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
     text: str | None = None
-    """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind tags:
-    column of the words; default words, in CoNLL columns 1. With --kind question-answering: column of the context;
-    default context."""
+    """Column of the text; default text. With --kind choice: column of the context, by default context if there is one.
+    With --kind tags: column of the words; default words, in CoNLL columns 1. With --kind question-answering: column of
+    the context; default context."""
     text_b: str | None = None
-    """Column of the second text, for pairs. With --kind choice: column of the question, if there is one. With --kind
-    question-answering: column of the question; default question."""
+    """Column of the second text, for pairs. With --kind choice: column of the question, by default question if there is
+    one. With --kind question-answering: column of the question; default question."""
     choices: tuple[str, ...] = ()
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
     label: str | None = None

@@ -121,6 +121,7 @@ KINDS: dict[TaskKind, Kind] = {
     "choice": Kind(
         text_column=None,
         choice_columns=("choices",),
+        find_columns=choice.find_columns,
         read_texts=choice.read_choice_texts,
         label_cell=choice.read_choice_label,
         parse=choice.parse_choice_label,
