@@ -209,8 +209,8 @@ def model_path(value: str | Path) -> Path:
         return Path(value)
     if Path(value).exists() and Path(value).resolve() != PACKAGED_MODEL.resolve():
         raise ConfigError(
-            f"{value} is the name of the model in the package, and also of {Path(value).absolute()}; rename that, or give "
-            "its absolute path"
+            f"{value} is the name of the model in the package, and also of {Path(value).absolute()}; rename that, or "
+            "give its absolute path"
         )
     return PACKAGED_MODEL
 

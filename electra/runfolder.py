@@ -38,6 +38,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # without a 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
 CONFIG = "config.json"  # of a run and of a model
 RESULT = "result.json"  # of a finished seed of a fine-tuning
+SEED = "seed-"  # start of the names of a fine-tuning's folders, one for each seed
 CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-\d{9,}")
 CHECKSUMS = "checksums.json"  # of the other files in its folder
@@ -288,8 +289,11 @@ def damaged_file_error(path: Path, reason: str, advice: str | None = None) -> Da
 
 
 def repair_advice(path: Path) -> str:
-    """What to do about a missing or damaged file; empty if it is in no checkpoint."""
+    """What to do about a missing or damaged file; empty if it is in no checkpoint and no fine-tuning."""
     folder = path.parent
+    for parent in (folder, folder.parent):
+        if parent.name.startswith(SEED):
+            return f"remove {parent} and repeat the command that wrote it"
     if folder.parent.name != CHECKPOINTS:
         return ""
     earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]

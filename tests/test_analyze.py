@@ -144,6 +144,14 @@ def test_what_cannot_be_analyzed(analyze_config, tmp_path, run_config):
         analyze_config(examples=(0, 8))
 
 
+def test_what_cannot_be_analyzed_is_refused_before_anything_is_computed(analyze_config, finetuned, tmp_path):
+    with pytest.raises(ConfigError, match="is a fine-tuned model; choose a pre-training run"):
+        analyze(analyze_config(model=finetuned.output))
+    with pytest.raises(ConfigError, match=r"nowhere must be the folder of GLUE's official download"):
+        analyze(analyze_config(glue=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_residual_ratios_are_the_norms_of_branches_over_those_of_the_residual(make_batch, style):
     torch.manual_seed(0)

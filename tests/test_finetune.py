@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 from synthetic import write_rows
 
 from electra.cli import main
 from electra.config import build_config
+from electra.errors import DataError
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.job import FinetuningTask
@@ -63,6 +66,17 @@ def test_a_multi_label_task_has_scores_of_each_class(short_config):
     result = finetune(short_config("multi-label"))
     assert list(result.classes) == result.labels
     assert f"  {result.labels[0]}: F1 " in str(result)
+
+
+def test_a_damaged_model_is_not_taken_for_a_finished_one(finetuned, tmp_path):
+    shutil.copytree(finetuned.output, tmp_path / "copy")
+    weights = tmp_path / "copy/seed-1/model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    config = replace(finetuned.config, output=tmp_path / "copy")
+    with pytest.raises(DataError, match=r"remove .*copy/seed-1 and repeat the command that wrote it"):
+        finetune(config)
+    shutil.rmtree(tmp_path / "copy/seed-1")
+    assert finetune(config).seeds == finetuned.result.seeds
 
 
 def test_truncated_texts_are_reported(short_config):

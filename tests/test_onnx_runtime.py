@@ -72,6 +72,15 @@ def test_detect_and_embed_equal_pytorch(pair, tmp_path):
         load_service(replace(config, device="cuda"))
 
 
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_a_damaged_onnx_file_is_named(pair, tmp_path, size):
+    electra.export(model=pair, to="onnx", output=tmp_path / "onnx")
+    file = tmp_path / "onnx/onnx/model.onnx"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"onnx/model.onnx is damaged .*; export it again"):
+        electra.load(tmp_path / "onnx")
+
+
 def test_onnx_files_are_run_without_the_library_that_traces_them(pair, tmp_path, monkeypatch):
     electra.export(model=pair, to="onnx", output=tmp_path / "onnx")
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "onnxscript" else object())

@@ -33,6 +33,7 @@ from electra.model.storage import (
 from electra.runfolder import (
     CONFIG,
     RESULT,
+    SEED,
     check_same_settings,
     checkpoint_folders,
     file_checksum,
@@ -42,6 +43,7 @@ from electra.runfolder import (
     read_stored,
     remove_partial_files,
     remove_written_folder,
+    verify_checksum,
     write_stored,
 )
 from electra.training.checkpoint import check_own_folder, find_model_folder
@@ -77,7 +79,7 @@ def prepare_jobs(config: FinetuneConfig | GlueConfig, task: Task, seeds: int, fo
             tuning=config.tuning,
             hardware=config.hardware,
             seed=seed,
-            folder=folder / f"seed-{seed}",
+            folder=folder / f"{SEED}{seed}",
             track=config.jobs.track,
         )
         for seed in range(1, seeds + 1)
@@ -87,6 +89,8 @@ def prepare_jobs(config: FinetuneConfig | GlueConfig, task: Task, seeds: int, fo
     )
     for job in jobs:
         if job.is_finished():
+            if (job.folder / MODEL / WEIGHTS).exists():
+                verify_checksum(job.folder / MODEL / WEIGHTS)
             job.remove_checkpoints()  # of a process that was killed after it wrote the result
         else:
             if not checkpoint_folders(job.folder):  # killed before the first: it starts over
@@ -114,7 +118,7 @@ class FinetuningRecord:
 def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
     """Store the settings of an output folder; raises if it was started with others."""
     now = json.loads(json.dumps(asdict(record)))  # as read from the file
-    if any(folder.glob("seed-*")):
+    if any(folder.glob(f"{SEED}*")):
         before = asdict(read_stored(folder / CONFIG, FinetuningRecord))
         before["weights"] = before["weights"] or record.weights
         for part, values in now.items():
@@ -155,7 +159,7 @@ def seed_model_folders(output: Path) -> list[Path]:
         raise DataError(f"there is no folder {output}; --model must be the --output of electra finetune")
     if (output / CONFIG).exists() and is_finetuned_config(read_json(output / CONFIG)):
         return [output]
-    folders = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
+    folders = [output] if (output / RESULT).exists() else sorted(output.glob(f"{SEED}*"))
     finished = [folder for folder in folders if (folder / RESULT).exists()]
     models = [folder / MODEL for folder in finished if (folder / MODEL / WEIGHTS).exists()]
     if not models:

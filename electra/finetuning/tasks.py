@@ -364,7 +364,7 @@ def with_data_source(task: Task, data: str) -> Task:
     files = {split: Path(data, file) for split, file in task.splits.items()}
     if not any(file.exists() for file in files.values()):
         raise ConfigError(
-            f"found none of {', '.join(map(str, files.values()))}; --data must be the folder of GLUE's official "
+            f"found none of {', '.join(map(str, files.values()))}; {data} must be the folder of GLUE's official "
             f"download, with one folder per task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})

@@ -19,7 +19,7 @@ from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.encoder import Encoder
 from electra.onnx.export import FOLDER, FP32, HIDDEN, INT8, TASK, OnnxTask, open_session
-from electra.runfolder import CONFIG, read_json, read_stored
+from electra.runfolder import CONFIG, damaged_file_error, read_json, read_stored
 
 
 class OnnxSession:
@@ -30,7 +30,10 @@ class OnnxSession:
         file = folder / FOLDER / (INT8 if int8 else FP32)
         if not file.exists():
             raise DataError(f"{folder} has no {FOLDER}/{file.name}; export it with --to onnx{' --int8' * int8}")
-        self.session = open_session(file, [HIDDEN])
+        try:
+            self.session = open_session(file, [HIDDEN])
+        except Exception as error:  # those of protobuf and ONNX Runtime have no common class
+            raise damaged_file_error(file, " ".join(str(error).split()), "export it again") from None
         self.inputs = [each.name for each in self.session.get_inputs()]
         self.outputs = [each.name for each in self.session.get_outputs()]
 

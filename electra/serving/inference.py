@@ -188,13 +188,14 @@ class Model:
         self,
         texts: str | Sequence[str],
         pooling: EmbeddingPooling = "mean",
-        layers: Sequence[int] = (-1,),
+        layers: int | Sequence[int] = (-1,),
         batch_size: int | None = None,
     ) -> Tensor:
         """The embedding of each text [N, D · layers]: the mean or maximum of its hidden states, or that of [CLS].
 
         Those of several `layers` (0: the embeddings; negative: from the end) are concatenated."""
-        embedder = self.create_embedder(pooling=pooling, layers=tuple(layers), batch_size=batch_size)
+        layers = (layers,) if isinstance(layers, int) else tuple(layers)
+        embedder = self.create_embedder(pooling=pooling, layers=layers, batch_size=batch_size)
         return torch.from_numpy(embedder.embed(check_texts([texts] if isinstance(texts, str) else texts)))
 
     def create_embedder(self, **settings: Any) -> Embedder:

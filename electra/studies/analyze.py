@@ -11,6 +11,8 @@ import torch
 
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError
+from electra.finetuning.predict import is_finetuned
+from electra.finetuning.tasks import get_glue_task
 from electra.formatting import markdown_table
 from electra.model.electra import Electra
 from electra.model.storage import (
@@ -100,6 +102,13 @@ def analyze(config: AnalyzeConfig) -> Analysis:
     """Analyze a model on held-out text, and write numbers and figures."""
     record = OutputRecord("analyze", {"model": str(config.model.absolute())})
     record.check(config.output)
+    if is_finetuned(config.model):
+        raise ConfigError(
+            f"{config.model} is a fine-tuned model; choose a pre-training run or a discriminator's folder"
+        )
+    if config.glue is not None:
+        for task in config.tasks:
+            get_glue_task(task, config.glue)  # raises if its files are missing
     folder, shards = find_model_folder(config.model), open_shards(config.data)
     shards.check_same_tokenizer(load_model_tokenizer(folder))
     electra = load_model(folder).float().to(choose_device(config.device)).eval()

@@ -23,11 +23,11 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     text = {"text in --data": shards.index.totals_by_split("tokens")}
     record = OutputRecord("study", text | {"tokenizer of --data": shards.tokenizer.fingerprint})
     record.check(config.output)
-    if config.dry_run:
-        return estimate_study(runs, shards, finetunings_per_run(config))
     if config.summarize:
         return summarize(config, study, runs, {})
     check_probe(runs, config)
+    if config.dry_run:
+        return estimate_study(runs, shards, finetunings_per_run(config))
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
         record.write(config.output)
         return summarize(config, study, runs, train_and_measure(runs, shards, config))

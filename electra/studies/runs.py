@@ -220,7 +220,7 @@ class StudyEstimate:
         ]
         if left:
             lines.append(
-                f"the {left} that are left: about {self.minutes:.1f} minutes of training on one device, "
+                f"{format_count(left, 'run')} to train: about {self.minutes:.1f} minutes of training on one device, "
                 f"{self.tokens:,} tokens"
             )
         return "\n".join([*lines, f"{self.finetunings} fine-tunings of the probe in all"])

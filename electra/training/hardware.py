@@ -11,6 +11,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 from time import monotonic, process_time
+from typing import get_args
 
 import torch
 
@@ -37,6 +38,8 @@ PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
 
 def choose_device(device: Device) -> torch.device:
     """The device of a `--device` setting; raises a ConfigError if it is missing."""
+    if device not in get_args(Device):
+        raise ConfigError(f"is {device!r}; choose from {', '.join(get_args(Device))}", field="device")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is available; use --device cpu")
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
