@@ -248,9 +248,9 @@ def test_conllu_has_names_for_its_columns_and_ids_that_are_no_words(read_conll):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("EU NNP O\nrejects O\n", "line 2: 2 columns, but 3 in the lines before"),
-        ("EU NNP O\n\nrejects VBZ O O\n", "line 3: 4 columns, but 3"),
-        ("EU NNP O\n# no comment within a sentence\n", "line 2: 6 columns, but 3"),
+        ("EU NNP O\nrejects O\n", "line 2: 2 columns, but the lines before have 3"),
+        ("EU NNP O\n\nrejects VBZ O O\n", "line 3: 4 columns, but the lines before have 3"),
+        ("EU NNP O\n# no comment within a sentence\n", "line 2: 6 columns, but the lines before have 3"),
         ("\n\n", "no sentences in"),
         ("-DOCSTART- -X- O\n\n", "no sentences in"),
         ("", "no sentences in"),

@@ -62,7 +62,7 @@ class FinetuneResult:
         for split, metrics in self.median.items():
             for name, value in metrics.items():
                 lines.append(f"  {split} {name:<14}{format_metric(name, value):>6}{self.describe_seeds(split, name)}")
-        lines += format_class_scores(self.classes)
+        lines += format_class_scores(self.classes, "dev ")
         if self.best_epochs:
             lines.append(f"models of the best epoch on the dev rows: {', '.join(map(str, self.best_epochs))}")
         return "\n".join([*lines, f"model: {self.model}", *self.assessment.values()])

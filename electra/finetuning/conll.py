@@ -144,8 +144,9 @@ def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()
         elif may_be_comment and (columns or len(fields) != len(names) or (has_tabs and not is_tabbed)):
             continue
         elif len(fields) != len(names):
+            others = f"{CONLLU} files have" if columns else "the lines before have"
             raise DataError(
-                f"{file_name}, line {number}: {len(fields):,} columns, but {len(names)} in the lines before; each "
+                f"{file_name}, line {number}: {len(fields):,} columns, but {others} {len(names)}; each "
                 "word needs all columns, separated by spaces or by tabs, and a blank line ends a sentence"
             )
         elif not (columns and NO_WORD.fullmatch(fields[0])):

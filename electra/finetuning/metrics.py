@@ -193,13 +193,13 @@ def class_scores(predicted: NDArray, labels: NDArray, names: Sequence[str]) -> d
     }
 
 
-def format_class_scores(scores: dict[str, Metrics]) -> list[str]:
-    """A line for each of the first classes."""
+def format_class_scores(scores: dict[str, Metrics], split: str = "") -> list[str]:
+    """A line for each of the first classes, which starts with the split."""
     texts = "F1 {f1:.1%}, precision {precision:.1%}, recall {recall:.1%}"
     lines = []
     for name, values in list(scores.items())[:MAX_LISTED]:
         *_, (unit, count) = values.items()
-        lines.append(f"  {name}: {texts.format(**values)}, {count:,.0f} {unit}")
+        lines.append(f"  {split}{name}: {texts.format(**values)}, {count:,.0f} {unit}")
     return lines + ["  … (--json has all classes)"] * (len(scores) > MAX_LISTED)
 
 
