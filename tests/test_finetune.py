@@ -65,7 +65,7 @@ def test_a_regression_has_errors_in_the_unit_of_its_scores(short_config):
 def test_a_multi_label_task_has_scores_of_each_class(short_config):
     result = finetune(short_config("multi-label"))
     assert list(result.classes) == result.labels
-    assert f"  {result.labels[0]}: F1 " in str(result)
+    assert f"  dev {result.labels[0]}: F1 " in str(result)
 
 
 def test_a_damaged_model_is_not_taken_for_a_finished_one(finetuned, tmp_path):
