@@ -138,8 +138,8 @@ def layer_case(sizes: Sizes) -> Case:
     def pytorch(hidden: Tensor, *weights: Tensor) -> Tensor:
         qkv = functional.linear(hidden, *weights[:2]).unflatten(-1, (3, sizes.heads, -1))
         heads = [each.transpose(1, 2) for each in qkv.unbind(2)]
-        mixed = functional.scaled_dot_product_attention(*heads, dropout_p=dropout).transpose(1, 2).flatten(2)
-        attended = functional.dropout(functional.linear(mixed, *weights[2:4]), dropout)
+        context = functional.scaled_dot_product_attention(*heads, dropout_p=dropout).transpose(1, 2).flatten(2)
+        attended = functional.dropout(functional.linear(context, *weights[2:4]), dropout)
         between = functional.layer_norm(hidden + attended, (D,), weights[4], weights[5], EPSILON)
         wide = functional.gelu(functional.linear(between, *weights[6:8]))
         narrow = functional.dropout(functional.linear(wide, *weights[8:10]), dropout)

@@ -280,7 +280,7 @@ def describe_flag_error(error: CycloptsError) -> str:
             return f"{token.keyword or 'the argument'} is {token.value!r}; it must be {allowed}"
         case UnusedCliTokensError():
             unexpected = (error.unused_tokens or [""])[0]
-            return f"unexpected argument {unexpected!r}; put a text of several words, or a pattern with *, in quotes"
+            return f"unexpected argument {unexpected!r}; quote text with spaces and patterns with *"
     return " ".join(str(error).split())
 
 

@@ -127,9 +127,10 @@ def missing_settings(config_class: type, names: Iterable[str]) -> list[Setting]:
 
 
 def build_config(config_class: type[Config], **values: Any) -> Config:
-    """A config from flat values; `config_class.dependent_defaults(values)`, where defined, supplies the others, also
-    those that are None: no setting has another default."""
-    values = {name: value for name, value in convert_values(config_class, values).items() if value is not None}
+    """A config from flat values, of which None means the default; `config_class.dependent_defaults(values)`, where
+    defined, supplies the others."""
+    check_setting_names(config_class, values)
+    values = convert_values(config_class, {name: value for name, value in values.items() if value is not None})
     values = all_defaults(config_class, values) | values
     if missing := missing_settings(config_class, values):
         raise ConfigError(f"no value is given for {', '.join(each.name for each in missing)}")
@@ -209,8 +210,8 @@ def model_path(value: str | Path) -> Path:
         return Path(value)
     if Path(value).exists() and Path(value).resolve() != PACKAGED_MODEL.resolve():
         raise ConfigError(
-            f"{value} is the name of the model in the package, and also of {Path(value).absolute()}; rename that, or "
-            "give its absolute path"
+            f"'{value}' is ambiguous: the model in the package or {Path(value).absolute()}; rename the folder or pass "
+            "its absolute path"
         )
     return PACKAGED_MODEL
 

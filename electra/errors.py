@@ -1,4 +1,6 @@
-"""Errors that a user can correct. The command line prints them as one sentence and exits with code 2.
+"""Errors that a user can correct, the checks that raise them, and the import of optional libraries.
+
+The command line prints errors as one sentence and exits with code 2.
 
 A message states what was passed, what is allowed and what to do. It may name settings in two ways:
 

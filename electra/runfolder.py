@@ -292,8 +292,8 @@ def repair_advice(path: Path) -> str:
     """What to do about a missing or damaged file; empty if it is in no checkpoint and no fine-tuning."""
     folder = path.parent
     for parent in (folder, folder.parent):
-        if parent.name.startswith(SEED):
-            return f"remove {parent} and repeat the command that wrote it"
+        if re.fullmatch(rf"{SEED}\d+", parent.name) and (parent / RESULT).exists():
+            return f"remove {parent}, then run electra finetune (or glue) again"
     if folder.parent.name != CHECKPOINTS:
         return ""
     earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]

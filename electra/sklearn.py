@@ -18,7 +18,7 @@ from sklearn.utils import Tags, check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from electra.config import PACKAGED_MODEL, build_config
+from electra.config import PACKAGED_MODEL, build_config, model_path
 from electra.errors import DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig, TuningConfig
 from electra.finetuning.job import MODEL, Job
@@ -180,7 +180,7 @@ class ElectraClassifier(ClassifierMixin, TextInput):
         )
         check_class_weights(tuning.class_weights, task)
         return Job(
-            model=find_model_to_finetune(Path(self.model or PACKAGED_MODEL)),
+            model=find_model_to_finetune(model_path(self.model or PACKAGED_MODEL)),
             task=task,
             tuning=tuning,
             hardware=HardwareConfig(device=self.device),

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ from transformers_models import add_noise
 
 import electra
 from electra.pretraining.command import pretrain as pretrain_model
-from electra.pretraining.config import read_run_record
 from electra.runfolder import checkpoint_folders
 
 
@@ -149,33 +149,48 @@ def test_the_average_of_checkpoints_has_the_mean_of_their_weights(finished_run, 
 
 @pytest.fixture
 def race(monkeypatch):
-    """benchmarks/race.py as a module, with GLUE scores that are made up: STS-B has that of the run's seed."""
+    """benchmarks/race.py as a module, with exports that are empty and GLUE scores that are made up: STS-B has 80 and
+    three times the length of the folder's name."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     module = importlib.import_module("race")
 
-    def score_run(run: Path, options) -> SimpleNamespace:
-        seed = read_run_record(run).pretraining["seed"]
-        rows = [SimpleNamespace(task=task, median=80.0 + 6 * seed * (task == "stsb")) for task in module.GLUE_6]
-        return SimpleNamespace(rows=rows)
+    def glue(model: Path, **_) -> SimpleNamespace:
+        points = {"stsb": 3 * len(model.parent.name)}
+        return SimpleNamespace(rows=[SimpleNamespace(task=task, median=80.0 + points.get(task, 0)) for task in tasks])
 
-    monkeypatch.setattr(module, "score_run", score_run)
+    tasks = module.GLUE_6
+    monkeypatch.setattr(module.electra, "export", lambda model, output: output.mkdir(), raising=False)
+    monkeypatch.setattr(module.electra, "glue", glue, raising=False)
+    monkeypatch.setattr(module, "get_glue_task", lambda name, data: None)
     return module
 
 
 def test_an_entry_of_the_race_is_the_mean_of_runs_that_differ_in_their_seed(race, run_config, tmp_path, capsys):
-    for name, settings in {"a": {"seed": 0}, "b": {"seed": 1}, "other": {"learning_rate": 1e-3}}.items():
-        pretrain_model(run_config(name, steps=2, **settings))
-    flags = ["--data", "glue", "--output", str(tmp_path / "entry"), "--runs", str(tmp_path / "a")]
+    settings = {"aa": {"seed": 0}, "bbbb": {"seed": 1}, "other": {"learning_rate": 1e-3}, "again/aa": {"seed": 2}}
+    for name, values in settings.items():
+        pretrain_model(run_config(name, steps=2, **values))
+    flags = ["--data", "glue", "--output", str(tmp_path / "entry"), "--runs", str(tmp_path / "aa")]
     capsys.readouterr()
-    race.main([*flags, str(tmp_path / "b")])
+    race.main([*flags, str(tmp_path / "bbbb")])
     *_, first, second, mean = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert (float(first[-1]), float(second[-1]), mean[-1].strip()) == (80, 81, "80.50 ± 0.71")
+    assert (float(first[-1]), float(second[-1]), mean[-1].strip()) == (81, 82, "81.50 ± 0.71")
+    faults = {"other": "differ in more than their seed: --learning-rate", "aa": "different folder names"}
+    for name, message in faults.items():
+        with pytest.raises(SystemExit):
+            race.main([*flags, str(tmp_path / name)])
+        assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        race.main([*flags, str(tmp_path / "other")])
-    assert "differ in more than their seed: --learning-rate" in capsys.readouterr().err
+        race.main([*flags[:-1], str(tmp_path / "again/aa")])
+    assert "--weights has other content; choose another --output" in capsys.readouterr().err
+
+
+def test_an_entry_of_the_race_has_finished_runs(race, run_config, tmp_path, capsys):
+    pretrain_model(run_config("run", steps=4, save_every=2, evaluate_every=2))
+    shutil.rmtree(checkpoint_folders(tmp_path / "run")[-1])
     with pytest.raises(SystemExit):
-        race.main([*flags, str(tmp_path / "a")])
-    assert "different folder names" in capsys.readouterr().err
+        race.main(["--runs", str(tmp_path / "run"), "--data", "glue", "--output", str(tmp_path / "entry")])
+    assert "run is not finished: 50% of its budget is used" in capsys.readouterr().err
+    assert not (tmp_path / "entry").exists()
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_packaged_is_the_packaged_model_and_ambiguous_beside_another_folder_of_t
     assert models == (PACKAGED_MODEL, Path("runs/x"))
     assert find_model_folder(Path("packaged")) == PACKAGED_MODEL
     (tmp_path / "packaged").mkdir()
-    with pytest.raises(ConfigError, match=r"packaged is the name of the model in the package, and also of .*; rename"):
+    with pytest.raises(ConfigError, match=r"'packaged' is ambiguous: the model in the package or .*; rename"):
         convert_values(ShardConfig, {"tokenizer": "packaged"})
     absolute = {"tokenizer": tmp_path / "packaged"}
     assert convert_values(ShardConfig, absolute) == absolute

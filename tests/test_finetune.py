@@ -73,7 +73,7 @@ def test_a_damaged_model_is_not_taken_for_a_finished_one(finetuned, tmp_path):
     weights = tmp_path / "copy/seed-1/model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     config = replace(finetuned.config, output=tmp_path / "copy")
-    with pytest.raises(DataError, match=r"remove .*copy/seed-1 and repeat the command that wrote it"):
+    with pytest.raises(DataError, match=r"remove .*copy/seed-1, then run electra finetune"):
         finetune(config)
     shutil.rmtree(tmp_path / "copy/seed-1")
     assert finetune(config).seeds == finetuned.result.seeds

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from electra.runfolder import (
     check_same_settings,
     checkpoint_folders,
     create_folder_atomically,
+    damaged_file_error,
     describe_changed_settings,
     dump_json,
     file_checksum,
@@ -216,6 +218,21 @@ def test_a_file_of_another_form_is_one_error_that_names_it(tmp_path, content, re
         match=rf"value.json is damaged or not in the expected format \(.*{reason}.*\); (copy or create|use the v)",
     ):
         read_stored(tmp_path / "value.json", Outer)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("seed-0/result.json", "remove .*seed-0, then run electra finetune"),
+        ("seed-0/model/model.safetensors", "remove .*seed-0, then run electra finetune"),
+        ("seed-models/ours/model.safetensors", "copy or create it again"),
+    ],
+)
+def test_of_fine_tuning_runs_alone_the_folder_of_the_seed_is_to_be_removed(tmp_path, name, advice):
+    (tmp_path / name).parent.mkdir(parents=True)
+    assert "copy or create it again" in str(damaged_file_error(tmp_path / name, "it is damaged"))  # a run named seed-0
+    (tmp_path / name.split("/")[0] / "result.json").touch()
+    assert re.search(advice, str(damaged_file_error(tmp_path / name, "it is damaged")))
 
 
 def test_a_file_of_another_version_is_not_to_be_removed(tmp_path):

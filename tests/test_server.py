@@ -429,7 +429,7 @@ def test_signals_stop_the_command(finished_run, number):
     assert ask(port, "/detect", {"texts": ["the cat"]})[0] == 200
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output, errors) == (0, "stopped after 1 requests\n", "")
+    assert (process.returncode, output, errors) == (0, "stopped after 1 request\n", "")
 
 
 @pytest.mark.slow

@@ -542,7 +542,7 @@ def test_the_folders_of_measured_runs_may_be_deleted(study_config, tmp_path):
         study(study_config(**probe, pretraining=(*SMALL, "learning_rate=1e-3")))
     more = study(study_config(**probe, finetuning_seeds=2))
     assert len(more.failed) == 2
-    assert all("deleted; 5 of 10 fine-tunings of the probe are finished" in error for error in more.failed.values())
+    assert all("deleted; 5 of 10 fine-tuning runs of the probe are finished" in error for error in more.failed.values())
     with pytest.raises(ConfigError, match="--epochs was 1 and is now 2; use the same --finetuning"):
         study(study_config(**probe | {"finetuning": ("epochs=2", "length=16")}, seeds=2))
     with pytest.raises(ConfigError, match="which do not compare; use another --probe-rows"):

@@ -133,6 +133,6 @@ def explicit_flags(settings: dict[str, Any]) -> list[str]:
     defaults = all_defaults(PretrainConfig, base) | dict.fromkeys(BUDGETS)
     flags = []
     for name, value in settings.items():
-        if name not in NOT_IN_COMMAND and (value != defaults.get(name) or name == "size"):
+        if name not in NOT_IN_COMMAND and value not in (None, ()) and (value != defaults.get(name) or name == "size"):
             flags += command_line_words(name, value)
     return flags

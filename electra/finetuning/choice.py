@@ -1,5 +1,6 @@
 """Multiple choice: the choices of a row, the forms in which a label names one of them, and predictions."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from string import ascii_lowercase, ascii_uppercase
@@ -44,9 +45,14 @@ def read_choices(task: Task, row: Row) -> list[str]:
 
 
 def find_columns(task: Task, row: Row) -> Task:
-    """The task with the columns context and question of the training file, where no others are set."""
+    """The task with the columns context and question, where no others are set and the first training row has texts
+    there; says so."""
     used = (task.text, task.text_b, task.label, *task.choices)
-    context, question = (name if name in row.values and name not in used else None for name in ("context", "question"))
+    context, question = (
+        name if isinstance(row.values.get(name), str) and name not in used else None for name in ("context", "question")
+    )
+    if found := [name for name in (None if task.text else context, None if task.text_b else question) if name]:
+        print(f"{task.name}: reads the columns {' and '.join(found)}, too (--text, --text-b)", file=sys.stderr)
     return replace(task, text=task.text or context, text_b=task.text_b or question)
 
 

@@ -171,7 +171,7 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
     """What to do about a folder without fine-tuned models."""
     if finished:
         return f"it was removed; to train it again, also remove {finished[0] / RESULT}"
-    if tasks := sorted({folder.parent.name for folder in output.glob("*/seed-*")}):
+    if tasks := sorted({folder.parent.name for folder in output.glob(f"*/{SEED}*")}):
         return f"choose one of its tasks: {', '.join(tasks)}"
     if is_finetuning_output(output):
         return f"it is not finished; {CONTINUE}"

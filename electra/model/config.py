@@ -335,7 +335,7 @@ class ModelConfig:
     encoders then learn from context sooner."""
     generator_dropout: float | None = None
     """Dropout of the generator, if it is not the discriminator's: narrow generators hardly learn with dropout. Not for
-    --sharing all, where both are one encoder; a masked language model alone has --dropout."""
+    --sharing all, where both are one encoder; with --objective mlm use --dropout."""
     generator_width: int | None = None
     """Hidden size of the generator; by default 1/4 to 1/2 of the discriminator's, depending on --size."""
     generator_layers: int | None = None

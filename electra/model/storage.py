@@ -282,7 +282,7 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer, and not only its settings for `transformers`."""
+    """Whether a folder has tokenizer.json or vocab.txt; settings for `transformers` alone are no tokenizer."""
     return any((folder / name).is_file() for name in (TOKENIZER_JSON, VOCAB_TXT))
 
 

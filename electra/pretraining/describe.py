@@ -197,7 +197,7 @@ class RunEstimate:
             f"memory      about {self.memory_bytes / 1e9:.1f} of {available} GB",
         ]
         if self.device == "cpu" and self.minutes > 24 * 60:
-            lines.append("this is slow on a CPU; try --precision fp32, --size tiny, fewer --steps, or --minutes")
+            lines.append("this is slow on a CPU; try --size tiny, fewer --steps, or --minutes")
         if self.available_bytes and self.memory_bytes > self.available_bytes:
             lines.append("this may exceed the memory; try --micro-batches or --activation-checkpointing")
         return "\n".join(lines)
@@ -270,7 +270,8 @@ def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> 
         if {name, name.replace("loss", "accuracy"), "unigram_mlm_loss"} <= last.keys() and not is_adversarial
     ]
     for name in token_losses:
-        assessment[TOKEN_LOSSES[name]] = assess_token_predictions(last, name)
+        model = token_predictor(last, name)
+        assessment[model] = assess_token_predictions(last, name, model)
         if is_on_plateau(last, name):
             is_worse = last[name] > last["unigram_mlm_loss"] / PLATEAU
             assessment["plateau"] = WORSE_SENTENCE if is_worse else PLATEAU_SENTENCES
@@ -292,14 +293,17 @@ def has_same_rows(evaluation: dict[str, Any], other: dict[str, Any]) -> bool:
     return math.isclose(first, second, rel_tol=1e-5)
 
 
-def assess_token_predictions(metrics: dict[str, float], name: str) -> str:
+def token_predictor(metrics: dict[str, float], name: str) -> str:
+    """What a loss is of: the generator, if there is another model beside it."""
+    return TOKEN_LOSSES[name] if metrics.keys() & {"unigram_rtd_auc", "replace_mlm_loss"} else "model"
+
+
+def assess_token_predictions(metrics: dict[str, float], name: str, model: str) -> str:
     """Whether masked tokens are predicted better than by their frequencies."""
     loss, unigram_loss, accuracy = metrics[name], metrics["unigram_mlm_loss"], metrics[name.replace("loss", "accuracy")]
-    has_generator = metrics.keys() & {"unigram_rtd_auc", "replace_mlm_loss"}  # of whatever else was trained
-    subject = TOKEN_LOSSES[name] if has_generator else "model"
     comparison = "no better" if loss >= unigram_loss else "hardly better" if is_on_plateau(metrics, name) else "better"
     return (
-        f"The {subject} predicts masked tokens {comparison} than token frequencies alone: held-out loss "
+        f"The {model} predicts masked tokens {comparison} than token frequencies alone: held-out loss "
         f"{loss:.2f} and {unigram_loss:.2f}; its first choice is right for {accuracy:.0%}."
     )
 

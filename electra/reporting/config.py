@@ -30,7 +30,7 @@ class FlopsConfig:
     mask_fraction: float = PAPER_SETTINGS["mask_fraction"]
     """Fraction of the tokens to mask."""
     mask_count: MaskCount = "released"
-    """Mask slots of a row of n tokens; paper: ceil(p·n); released: max(1, int((p + .005)·n))."""
+    """Maximum number of masked tokens in a row of n tokens; paper: ceil(p·n); released: max(1, int((p + .005)·n))."""
     batch_size: int = PAPER_SETTINGS["batch_size"]
     """Rows per training step."""
     steps: int = PAPER_SETTINGS["steps"]

@@ -194,8 +194,8 @@ class Model:
         """The embedding of each text [N, D · layers]: the mean or maximum of its hidden states, or that of [CLS].
 
         Those of several `layers` (0: the embeddings; negative: from the end) are concatenated."""
-        layers = (layers,) if isinstance(layers, int) else tuple(layers)
-        embedder = self.create_embedder(pooling=pooling, layers=layers, batch_size=batch_size)
+        indices = tuple(np.atleast_1d(layers).tolist())
+        embedder = self.create_embedder(pooling=pooling, layers=indices, batch_size=batch_size)
         return torch.from_numpy(embedder.embed(check_texts([texts] if isinstance(texts, str) else texts)))
 
     def create_embedder(self, **settings: Any) -> Embedder:

@@ -34,8 +34,8 @@ class StudyConfig:
     electra study compare --settings default decay weight_decay=0.3 --data shards/ --minutes 3 --output study/
 
     Runs are those of electra pretrain, in the folder runs of --output, named by their settings: several studies with
-    one --output share them. An interrupted command continues when it is repeated; finished runs and fine-tunings are
-    not repeated."""
+    one --output share them. An interrupted command continues when it is repeated; finished runs and fine-tuning
+    runs are not repeated."""
 
     ESSENTIALS: ClassVar = (
         "name",
@@ -73,7 +73,7 @@ class StudyConfig:
     """Settings of electra pretrain for all runs, as KEY=VALUE: size=tiny data_on_gpu=true; not those that the study
     sets itself. Repeat the key for each element of a list, as in --settings."""
     finetuning: tuple[str, ...] = ()
-    """Settings of electra finetune for all fine-tunings of the probe, as KEY=VALUE: epochs=1."""
+    """Settings of electra finetune for all fine-tuning runs of the probe, as KEY=VALUE: epochs=1."""
     tasks: tuple[Glue6Task, ...] = get_args(Glue6Task)
     """Tasks of the probe."""
     finetuning_seeds: int = 1
@@ -93,7 +93,7 @@ class StudyConfig:
     summarize: bool = False
     """Train nothing: tables and figures of what is finished."""
     dry_run: bool = False
-    """Only print the number of runs, and estimates of their minutes and tokens."""
+    """Check all settings and --glue, and only print the number of runs, and estimates of their minutes and tokens."""
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     json: bool = False

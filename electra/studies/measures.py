@@ -122,8 +122,8 @@ def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
     finished = Counter(result.model for result in read_default_results(runs, config))
     wanted = finetunings_per_run(config)
     return errors | {
-        run.name: f"its folder was deleted; {finished[run.name]} of {wanted} fine-tunings of the probe are finished. "
-        f"To train it again, delete {run.record_file} and the lines of the run in {config.output / PROBE}"
+        run.name: f"its folder was deleted; {finished[run.name]} of {wanted} fine-tuning runs of the probe are "
+        f"finished. To train it again, delete {run.record_file} and the lines of the run in {config.output / PROBE}"
         for run in runs
         if run not in present and finished[run.name] < wanted
     }

@@ -223,7 +223,7 @@ class StudyEstimate:
                 f"{format_count(left, 'run')} to train: about {self.minutes:.1f} minutes of training on one device, "
                 f"{self.tokens:,} tokens"
             )
-        return "\n".join([*lines, f"{self.finetunings} fine-tunings of the probe in all"])
+        return "\n".join([*lines, f"{self.finetunings} fine-tuning runs of the probe in all"])
 
 
 def without_repetition(runs: list[StudyRun]) -> list[StudyRun]:

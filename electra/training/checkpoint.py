@@ -59,10 +59,10 @@ def find_model_folder(run_or_model: Path) -> Path:
             "this installation of electra contains no model; name one: a run, a model folder or a Hugging Face folder "
             "(--model)"
         )
-    if (run_or_model / WEIGHTS).exists() and keep_checkpoint(run_or_model):
+    if (run_or_model / WEIGHTS).exists() and lock_checkpoint(run_or_model):
         return run_or_model
     while checkpoints := checkpoint_folders(run_or_model):
-        if keep_checkpoint(checkpoints[-1]):
+        if lock_checkpoint(checkpoints[-1]):
             return checkpoints[-1]
     if (run_or_model / METRICS_FILE).exists():
         raise DataError(
@@ -76,7 +76,7 @@ def has_packaged_model() -> bool:
     return (PACKAGED_MODEL / CONFIG).exists()
 
 
-def keep_checkpoint(folder: Path) -> bool:
+def lock_checkpoint(folder: Path) -> bool:
     """Keep a checkpoint from being removed by its run until this process ends; False if it is already gone."""
     if folder.parent.name == CHECKPOINTS and folder not in LOCKED_CHECKPOINTS:
         with suppress(FileNotFoundError):
@@ -85,7 +85,7 @@ def keep_checkpoint(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, unless a process keeps it or it has files that are not its own."""
+    """Remove a checkpoint, unless a process locks it or it has files that are not its own."""
     try:
         descriptor = open_locked(folder, exclusive=True)
     except BlockingIOError:
