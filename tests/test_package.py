@@ -16,12 +16,13 @@ from transformers import AutoTokenizer
 import electra
 from electra.baselines import find_replaced_words
 from electra.cli import main
-from electra.config import PACKAGED_MODEL
+from electra.config import PACKAGED_MODEL, build_config, flat_values
 from electra.data.tokenizer import SPECIAL_TOKENS, build_wordpiece_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.exporting import package
 from electra.model.storage import dequantize, load_model, quantize, relative_error
 from electra.pretraining.command import pretrain
+from electra.pretraining.config import PretrainConfig
 from electra.training import checkpoint
 
 WEIGHTS = "model.safetensors.gz"
@@ -216,3 +217,12 @@ def test_make_replaces_the_packaged_model_only_by_a_complete_and_described_one(
     ended = subprocess.run([*command, *(f"{name}={value}" for name, value in values.items())], check=False)
     assert (ended.returncode == 0) == (content != "old")
     assert (tmp_path / "packaged/README.md").read_text() == f"{content}\n"
+
+
+@pytest.mark.parametrize("settings", [{"size": "medium", "width": 256}, {"size": "small", "init": "packaged"}])
+def test_settings_without_a_value_are_not_flags_of_the_card(settings):
+    """Given settings may remove those of the recipe (the phases of medium), which no flag can say."""
+    config = build_config(PretrainConfig, data="shards", output="run", minutes=3, **settings)
+    flags = package.explicit_flags(flat_values(config))
+    assert not {"--phases", "None"} & set(flags)
+    assert {"--size", "--minutes", f"--{list(settings)[1]}"} <= set(flags)
