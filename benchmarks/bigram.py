@@ -8,13 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from electra.baselines import (
-    bigram_auc,
-    bigram_mlm_loss,
-    count_bigrams,
-    evaluation_batches,
-    evaluation_samples,
-)
+from electra.baselines import bigram_auc, bigram_mlm_loss, count_bigrams, evaluation_batches, evaluation_samples
 from electra.data.shards import open_shards
 
 

@@ -93,11 +93,7 @@ COMMANDS = {
     "doctor": Command(
         "diagnosis:DoctorConfig", "diagnosis:diagnose", "show the hardware in use and what features need"
     ),
-    "completion": Command(
-        "cli:CompletionConfig",
-        "cli:write_completion",
-        "complete commands and flags in a shell",
-    ),
+    "completion": Command("cli:CompletionConfig", "cli:write_completion", "complete commands and flags in a shell"),
     "flops": Command(
         "reporting.config:FlopsConfig", "reporting.flops:count_flops", "count parameters and FLOPs of a model"
     ),

@@ -92,11 +92,7 @@ def make_pair():
         wide = replace(size, dropout=dropout, attention_dropout=dropout)
         narrow = wide if sharing == "all" else replace(wide, width=8, heads=1, feedforward=16)
         needs = OBJECTIVES[objective]
-        heads = {
-            "head": needs.head or "rtd",
-            "has_baseline": needs.has_baseline,
-            "auxiliary_heads": auxiliary_heads,
-        }
+        heads = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline, "auxiliary_heads": auxiliary_heads}
         return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing, **heads))
 
     return build

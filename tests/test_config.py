@@ -7,14 +7,7 @@ from typing import Annotated, Any
 import pytest
 from cyclopts import Parameter
 
-from electra.config import (
-    PACKAGED_MODEL,
-    build_config,
-    convert_values,
-    flat_defaults,
-    flat_values,
-    replace_settings,
-)
+from electra.config import PACKAGED_MODEL, build_config, convert_values, flat_defaults, flat_values, replace_settings
 from electra.data.prepare import ShardConfig
 from electra.errors import ConfigError
 from electra.finetuning.config import ProbeConfig

@@ -23,11 +23,7 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig
-from electra.pretraining.initialize import (
-    read_initial_weights,
-    set_cooccurrence_embeddings,
-    sinusoidal_table,
-)
+from electra.pretraining.initialize import read_initial_weights, set_cooccurrence_embeddings, sinusoidal_table
 from electra.pretraining.recipes import recipe_settings
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders

@@ -23,12 +23,7 @@ from electra.finetuning.command import finetune
 from electra.finetuning.config import EvaluateConfig, FinetuneConfig, GlueConfig, TuningConfig
 from electra.finetuning.glue import glue
 from electra.finetuning.job import Job, JobResult
-from electra.finetuning.jobs import (
-    best_model_folder,
-    find_model_to_finetune,
-    medians_and_deviations,
-    read_mean_logits,
-)
+from electra.finetuning.jobs import best_model_folder, find_model_to_finetune, medians_and_deviations, read_mean_logits
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.finetuning.workers import MPS_CONTROL, MPS_PIPES, VISIBLE_DEVICES, start_mps

@@ -16,12 +16,7 @@ from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.kinds import define_task
 from electra.finetuning.models import TaskModel, mean_pool
-from electra.finetuning.storage import (
-    build_task_model,
-    load_finetuned_model,
-    load_pretrained,
-    save_finetuned_model,
-)
+from electra.finetuning.storage import build_task_model, load_finetuned_model, load_pretrained, save_finetuned_model
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
@@ -65,14 +60,8 @@ def test_resumed_run_equals_an_uninterrupted_one(run_config):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--style modern --sinusoidal-positions",
-            "needs position embeddings, which --style modern does not have",
-        ),
-        (
-            "--style classic --global-attention-every 3",
-            "--global-attention-every is 3, but only --style modern has it",
-        ),
+        ("--style modern --sinusoidal-positions", "needs position embeddings, which --style modern does not have"),
+        ("--style classic --global-attention-every 3", "--global-attention-every is 3, but only --style modern has it"),
         ("--style baroque", "--style is 'baroque'"),
         ("--style modern --width 36 --heads 4", "4 heads of width 9, but rotary positions need an even"),
         ("--style modern --sharing all --generator-width 16", "--sharing is all, which needs the same width"),

@@ -99,10 +99,7 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
             TWO_STAGE | {"sharing": "embeddings", "init_discriminator_from_generator": False},
             "frozen generator; add --sharing none$",
         ),
-        (
-            TWO_STAGE | {"generator_width": 16},
-            "cannot be initialised from a generator of 1 layers, width 16",
-        ),
+        (TWO_STAGE | {"generator_width": 16}, "cannot be initialised from a generator of 1 layers, width 16"),
         (
             {"phases": ("objective=mlm", "objective=rtd"), "sharing": "disentangled"},
             "disentangled already takes its embeddings from the generator",
@@ -489,10 +486,7 @@ def test_the_best_checkpoint_is_of_the_last_phase(run_config):
                 "schedule; the discriminator is widened from 16 to 32 and stacked from 1 to 2 layers",
             ],
         ),
-        (
-            {"objective": "mlm", "dropout": 0.1},
-            ["classic: masked language model with 1 layer of width 32, dropout"],
-        ),
+        ({"objective": "mlm", "dropout": 0.1}, ["classic: masked language model with 1 layer of width 32, dropout"]),
         ({"generator": "uniform"}, ["classic: discriminator with 1 layer of width 32; no generator, uniform repl"]),
         ({"objective": "replace-mlm"}, ["classic: masked language model with 1 layer of width 32; generator with 1"]),
     ],

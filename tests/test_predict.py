@@ -278,11 +278,7 @@ def test_scores_are_written_with_six_digits(untrained, tmp_path):
 @pytest.mark.parametrize(
     ("content", "output", "message"),
     [
-        (
-            '{"text": "a"}\n{"text": "a", "prediction": 1}',
-            "b.csv",
-            "line 2: the file already has a column",
-        ),
+        ('{"text": "a"}\n{"text": "a", "prediction": 1}', "b.csv", "line 2: the file already has a column"),
         ('{"text": "a"}\n{"text": "a", "id": 1}', "b.csv", "line 2: column 'id' is missing from the first row"),
         ('{"text": "a\\tb"}', "b.tsv", "line 1: a value contains a tab or line end"),
         ('{"text": "a\\nb"}', "b.tsv", "line 1: a value contains a tab or line end"),

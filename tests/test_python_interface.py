@@ -39,12 +39,7 @@ def test_the_signature_shows_the_defaults_that_are_used():
 
 @pytest.mark.parametrize(
     ("terminal", "jupyter", "has_widgets", "shown"),
-    [
-        (True, False, False, True),
-        (False, False, True, False),
-        (False, True, True, True),
-        (False, True, False, False),
-    ],
+    [(True, False, False, True), (False, False, True, False), (False, True, True, True), (False, True, False, False)],
 )
 def test_bars_are_shown_on_terminals_and_in_notebooks_with_widgets(monkeypatch, terminal, jupyter, has_widgets, shown):
     monkeypatch.setattr(progress, "find_spec", lambda name: object() if has_widgets else None)

@@ -465,10 +465,7 @@ def send_any(port: int, number: int, tokenizer) -> bool:
     if sort < 0.1:
         return ask(port, "/fill", generator.choice([b"{", b"\xff\x00", b"[" * 1000, b"null", b'{"texts": [null]}']))[
             0
-        ] in (
-            400,
-            422,
-        )
+        ] in (400, 422)
     if sort < 0.13:
         return ask(port, "/detect", b" " * 200_000)[0] == 413
     if sort < 0.2:

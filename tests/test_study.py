@@ -238,10 +238,7 @@ def test_the_probe_compares_the_runs(finished_styles, tmp_path, study_config, no
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"finetuning": ("nonsense=1",)}, "unknown setting 'nonsense'"),
-        ({"tasks": ("rte", "cola")}, "CoLA/train.tsv"),
-    ],
+    [({"finetuning": ("nonsense=1",)}, "unknown setting 'nonsense'"), ({"tasks": ("rte", "cola")}, "CoLA/train.tsv")],
 )
 def test_a_probe_that_cannot_run_is_refused_before_the_training(tmp_path, study_config, no_training, settings, message):
     glue = write_glue(tmp_path / "glue", rows=40)

@@ -13,13 +13,7 @@ import pytest
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task, read_examples, stream_examples
-from electra.finetuning.tasks import (
-    GLUE_TASKS,
-    Examples,
-    Task,
-    get_glue_task,
-    with_data_source,
-)
+from electra.finetuning.tasks import GLUE_TASKS, Examples, Task, get_glue_task, with_data_source
 from electra.runfolder import convert_stored
 
 NLI_HEADER = "index\tpromptID\tsentence1\tsentence2\tlabel1\tgold_label\n"
@@ -374,14 +368,8 @@ def test_labels_of_the_wrong_type_are_errors(make_task, labels, kind, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            '{"t": "x", "y": "c"}',
-            "line 1: unknown label 'c'; the labels of the training rows are a, b",
-        ),
-        (
-            '{"t": "x", "y": "a"}\n{"u": "x", "y": "a"}',
-            "line 2: no column 't'; the columns are 'u', 'y'",
-        ),
+        ('{"t": "x", "y": "c"}', "line 1: unknown label 'c'; the labels of the training rows are a, b"),
+        ('{"t": "x", "y": "a"}\n{"u": "x", "y": "a"}', "line 2: no column 't'; the columns are 'u', 'y'"),
         ('{"t": "x"}', "line 1: no column 'y'; the columns are 't'"),
         ('{"t": 5, "y": "a"}', "line 1: column 't' holds a int; a text must be a string"),
     ],

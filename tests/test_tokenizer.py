@@ -252,10 +252,7 @@ def test_many_replacements_of_letters_are_allowed(tmp_path):
     ("changes", "message"),
     [
         ({"normalizer": replacement("a", "a" * 101)}, "over 100 times as long"),
-        (
-            {"normalizer": normalizers([replacement("a", "a" * 10)] * 9)},
-            "tokenizer.json: its replacements could",
-        ),
+        ({"normalizer": normalizers([replacement("a", "a" * 10)] * 9)}, "tokenizer.json: its replacements could"),
         ({"normalizer": normalizers([replacement("a", "bc" * 9), replacement("c", "d" * 12)])}, "over 100 times"),
         ({"normalizer": normalizers([normalizers([EVERY_LETTER])] * 3)}, "over 100 times as long"),
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 101}}, "over 100 times as long"),

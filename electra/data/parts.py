@@ -15,13 +15,7 @@ from typing import Any
 
 from electra.data.shards import PART_RECORD, ShardInfo, open_shard_file, shard_file_name, shard_number
 from electra.errors import ConfigError, DataError
-from electra.runfolder import (
-    check_same_settings,
-    lock_file,
-    lock_folder,
-    make_folder_removed_if_empty,
-    read_stored,
-)
+from electra.runfolder import check_same_settings, lock_file, lock_folder, make_folder_removed_if_empty, read_stored
 
 WAIT_SECONDS = 300.0  # for other parts that start or end at the same time
 

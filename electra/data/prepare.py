@@ -19,13 +19,7 @@ from time import monotonic
 from typing import Any
 
 from electra.config import command_line_words, flat_defaults, flat_values
-from electra.data.corpus import (
-    Corpus,
-    CorpusConfig,
-    ReadStats,
-    hash_document,
-    parse_documents,
-)
+from electra.data.corpus import Corpus, CorpusConfig, ReadStats, hash_document, parse_documents
 from electra.data.encode import EncodeSettings, ShardText, encode_shard, split_into_shard_texts
 from electra.data.files import escape_invalid_name, warn_skipped_files
 from electra.data.parts import (

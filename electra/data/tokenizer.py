@@ -14,13 +14,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from electra.errors import ConfigError, DataError, check_range, report_panics
-from electra.runfolder import (
-    convert_stored,
-    read_bounded,
-    read_json,
-    write_file,
-    write_json,
-)
+from electra.runfolder import convert_stored, read_bounded, read_json, write_file, write_json
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (

@@ -11,13 +11,7 @@ from electra.exporting.package import write_package
 from electra.exporting.page import PageResult, write_page
 from electra.exporting.source import ExportSource, count_parameters, load_export_source
 from electra.huggingface.convert import combine_into_pair, read_huggingface_model
-from electra.model.storage import (
-    WEIGHTS,
-    check_tokenizer,
-    copy_tokenizer_files,
-    write_model_files,
-    write_tensors,
-)
+from electra.model.storage import WEIGHTS, check_tokenizer, copy_tokenizer_files, write_model_files, write_tensors
 from electra.onnx.export import FOLDER, check_export_libraries, write_task, write_tokenizer
 from electra.onnx.verify import (
     TIMED_LENGTH,

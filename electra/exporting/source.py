@@ -131,9 +131,7 @@ def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool
         raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
 
 
-def merge_disentangled_embeddings(
-    part: Discriminator | MaskedLanguageModel,
-) -> Discriminator | MaskedLanguageModel:
+def merge_disentangled_embeddings(part: Discriminator | MaskedLanguageModel) -> Discriminator | MaskedLanguageModel:
     """The model with the sums of its tables and the generator's instead of both."""
     if part.encoder.embeddings.base is not None:
         merged = merge_embedding_delta(part.state_dict())

@@ -13,23 +13,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.features import (
-    Features,
-    Outputs,
-    RowBatch,
-    compute_logits,
-    epoch_batches,
-    write_logits,
-)
+from electra.finetuning.features import Features, Outputs, RowBatch, compute_logits, epoch_batches, write_logits
 from electra.finetuning.kinds import KINDS, load_features, make_class_weights, read_examples
-from electra.finetuning.metrics import (
-    ERRORS,
-    Metrics,
-    confusion_matrix,
-    format_mistakes,
-    nan_as_lowest,
-    none_to_nan,
-)
+from electra.finetuning.metrics import ERRORS, Metrics, confusion_matrix, format_mistakes, nan_as_lowest, none_to_nan
 from electra.finetuning.storage import build_task_model, load_pretrained, restore_weights, save_finetuned_model
 from electra.finetuning.tasks import HUB, Examples, Task
 from electra.kernels import dispatch

@@ -69,13 +69,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("bilstm.")}  # is part of a head
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return PretrainedModel(
-        encoder,
-        select_and_strip_prefix(tensors, "head."),
-        pooling,
-        folder,
-        seed_offset,
-    )
+    return PretrainedModel(encoder, select_and_strip_prefix(tensors, "head."), pooling, folder, seed_offset)
 
 
 def select_and_strip_prefix(tensors: Tensors, prefix: str) -> Tensors:

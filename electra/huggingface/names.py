@@ -209,11 +209,7 @@ ARCHITECTURES = {
 }
 
 EXPORT_CLASSES: dict[str, dict[Part, str]] = {
-    "classic": {
-        "discriminator": "ElectraForPreTraining",
-        "generator": "ElectraForMaskedLM",
-        "encoder": "ElectraModel",
-    },
+    "classic": {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM", "encoder": "ElectraModel"},
     "modern": {
         "discriminator": "ModernBertForTokenClassification",
         "generator": "ModernBertForMaskedLM",

@@ -385,11 +385,7 @@ class Encoder(nn.Module):
         return layer(*arguments)
 
     def attention_biases(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
+        self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None, cu_seqlens: Tensor | None
     ) -> list[AttentionBias]:
         """The attention bias of each layer."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device

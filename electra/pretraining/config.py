@@ -11,14 +11,7 @@ from cyclopts import Parameter
 from electra.config import convert_values, flat_defaults, settings_by_name
 from electra.data.packing import ROW_ORDER, LoaderConfig, Packing
 from electra.errors import ConfigError, DataError, check_range
-from electra.model.config import (
-    OVERRIDES,
-    ElectraConfig,
-    EncoderConfig,
-    ModelConfig,
-    Size,
-    size_name_for_encoder,
-)
+from electra.model.config import OVERRIDES, ElectraConfig, EncoderConfig, ModelConfig, Size, size_name_for_encoder
 from electra.objectives.config import MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.pretraining.recipes import recipe_phases, recipe_settings, split_phase
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, convert_stored, read_json
@@ -28,13 +21,7 @@ Recipe = Literal["faithful", "fast"]
 
 BUDGETS = ("steps", "tokens", "minutes")
 
-COMMAND_SETTINGS = (
-    "output",
-    "resume",
-    "dry_run",
-    "json",
-    "start_file",
-)  # not of the run: a resumed one has its own
+COMMAND_SETTINGS = ("output", "resume", "dry_run", "json", "start_file")  # not of the run: a resumed one has its own
 CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they do not affect the weights
     *("data", *COMMAND_SETTINGS),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches", "shard_weights"),

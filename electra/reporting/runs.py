@@ -15,12 +15,7 @@ from electra.finetuning.jobs import is_finetuning_output
 from electra.finetuning.metrics import none_to_nan
 from electra.model.storage import read_model_config
 from electra.pretraining.checks import describe_tokenizer
-from electra.pretraining.config import (
-    BUDGETS,
-    CHANGEABLE_ON_RESUME,
-    PretrainConfig,
-    read_run_record,
-)
+from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
 from electra.pretraining.held_out import held_out_loader_config, max_held_out_rows
 from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
 from electra.pretraining.recipes import recipe_settings

@@ -69,7 +69,5 @@ def summarize(config: StudyConfig, study: Study, runs: list[StudyRun], failed: d
     finished = {each.run.name for each in measured}
     missing = [run.name for run in runs if run.name not in finished]
     return write_study(
-        summarize_study(config.name, study, measured, missing, failed),
-        study,
-        config.output / config.name,
+        summarize_study(config.name, study, measured, missing, failed), study, config.output / config.name
     )

@@ -8,14 +8,7 @@ from electra.config import Positional, parse_key_values
 from electra.errors import ConfigError, DataError, check_range
 from electra.finetuning.config import Glue6Task, TuningConfig
 from electra.pretraining.config import BudgetConfig, PretrainConfig
-from electra.runfolder import (
-    CONFIG,
-    check_same_settings,
-    is_missing_or_empty,
-    read_json,
-    read_stored,
-    write_stored,
-)
+from electra.runfolder import CONFIG, check_same_settings, is_missing_or_empty, read_json, read_stored, write_stored
 from electra.training.config import Device
 
 StudyName = Literal[

@@ -220,11 +220,7 @@ def judge(difference: Estimate | None, has_learnt: bool, standard_errors: float)
 
 
 def summarize_study(
-    name: str,
-    study: Study,
-    measured: list[MeasuredRun],
-    missing: list[str],
-    failed: dict[str, str],
+    name: str, study: Study, measured: list[MeasuredRun], missing: list[str], failed: dict[str, str]
 ) -> StudyResult:
     comparison = SettingsComparison(study, measured)
     orderings = [comparison.ordering(*labels) for labels in study.orderings]

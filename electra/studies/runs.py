@@ -26,13 +26,7 @@ from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainCo
 from electra.pretraining.describe import estimate_run
 from electra.pretraining.phases import parse_phases, plan_phases
 from electra.reporting.runs import read_progress, read_run
-from electra.runfolder import (
-    check_same_settings,
-    checkpoint_folders,
-    dump_json,
-    read_stored,
-    write_file,
-)
+from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, read_stored, write_file
 from electra.studies.config import StudyConfig
 from electra.studies.studies import SET_BY_STUDY, Study, StudySetting
 from electra.training.checkpoint import find_model_folder

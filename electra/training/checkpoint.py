@@ -138,10 +138,7 @@ class CheckpointState:
 
 
 def save_checkpoint(
-    run: Path,
-    optimizer_states: dict[str, Tensor],
-    state: CheckpointState,
-    write_model: Callable[[Path], None],
+    run: Path, optimizer_states: dict[str, Tensor], state: CheckpointState, write_model: Callable[[Path], None]
 ) -> Path:
     """Write a checkpoint and return its folder."""
     folder = run / CHECKPOINTS / checkpoint_name(state.trainer.step)

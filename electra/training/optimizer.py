@@ -52,9 +52,7 @@ def build_optimizers(
     ]
 
 
-def split_parameters(
-    model: nn.Module,
-) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
+def split_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
     """Split parameters into matrices of layers, other matrices (embeddings, heads), and vectors (biases, norms)."""
     matrices: list[NamedParameter] = []
     embeddings_and_heads: list[NamedParameter] = []
