@@ -171,13 +171,13 @@ def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
 
 
 @contextmanager
-def two_workers(folder: Path):
-    """A process group of `map_in_order` with two workers that are busy for long."""
+def two_workers(folder: Path, tasks: int = 4):
+    """A process group of `map_in_order` with two workers that are busy for long, with this number of tasks left."""
     script = (
         "import time, electra.data.workers as workers\n"
         "from electra.signals import clean_up_on_stop_signals\n"
         "with clean_up_on_stop_signals():\n"  # at the top level: workers do not run it again
-        "    for _ in workers.map_in_order(time.sleep, [0, 60, 60, 60, 60], 2): print('started', flush=True)\n"
+        f"    for _ in workers.map_in_order(time.sleep, {[0, *[60] * tasks]}, 2): print('started', flush=True)\n"
     )
     (folder / "run.py").write_text(script)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -194,10 +194,11 @@ def test_workers_exit_when_their_parent_is_killed(tmp_path):
         assert ends_within(process.pid, seconds=10)
 
 
-@pytest.mark.parametrize("to_group", [True, False])
-def test_a_stop_signal_ends_the_workers_at_once(tmp_path, to_group):
+@pytest.mark.parametrize(("to_group", "tasks"), [(True, 4), (False, 4), (False, 1)])
+def test_a_stop_signal_ends_the_workers_at_once(tmp_path, to_group, tasks):
     """SIGHUP, which a closing terminal sends to all processes, and SIGTERM, which `kill` sends to one."""
-    with two_workers(tmp_path) as process:
+    with two_workers(tmp_path, tasks) as process:
+        time.sleep(0.2)  # until the next result is waited for
         os.killpg(process.pid, signal.SIGHUP) if to_group else process.terminate()
         _, errors = process.communicate(timeout=10)
         assert errors == f"electra: stopped by {'SIGHUP' if to_group else 'SIGTERM'}\n"
@@ -236,7 +237,6 @@ def test_waiting_for_a_result_ends_with_it_or_with_a_signal():
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
         wait_for_result(future)
-    future.set_result(1)  # its callback finds the socket closed
 
 
 def ends_within(group: int, seconds: float) -> bool:

@@ -9,11 +9,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from types import ModuleType
@@ -27,6 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 LOCAL = "local"
+POLL_SECONDS = 0.01  # between looks whether a result is there
 CONNECT_SECONDS = 10.0
 MAX_RETRIES = 10  # of a task of Ray whose process or node was lost
 
@@ -44,6 +46,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
     with starting_workers():
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), init_worker)
     futures: deque[Future[Result]] = deque()
+    is_finished = False
     try:
         for item in items:
             with starting_workers(), defer_stop_signals():
@@ -52,28 +55,24 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
                 yield wait_for_result(futures.popleft())
         while futures:
             yield wait_for_result(futures.popleft())
+        is_finished = True
     except BrokenProcessPool:
         raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
     finally:
-        for process in list((pool._processes or {}).values()) if futures else ():
-            process.kill()  # what they encode is no longer needed
+        for process in () if is_finished else list((pool._processes or {}).values()):
+            process.kill()  # what they compute is no longer needed
         pool.shutdown(cancel_futures=True)
 
 
 def wait_for_result(future: Future[Result]) -> Result:
-    """The result of a future; signals are handled only while its lock, which the pool's thread needs, is free."""
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        with defer_stop_signals():
-            future.add_done_callback(lambda _: send_byte(writer))
-        reader.recv(1)
-        with defer_stop_signals():
-            return future.result()
+    """The result of a future; signals are handled only while its lock, which the pool's thread needs, is free.
 
-
-def send_byte(writer: socket.socket) -> None:
-    with suppress(OSError):  # closed: a signal ended the waiting
-        writer.send(b".")
+    Without sleeping for long: a signal that arrives just before a system call is handled after it."""
+    while True:
+        with defer_stop_signals():
+            if future.done():
+                return future.result()
+        time.sleep(POLL_SECONDS)
 
 
 def call_in_thread(function: Callable[[], Result]) -> Result:
@@ -87,9 +86,7 @@ def call_in_thread(function: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    while not future.done():
-        wait([future], timeout=0.2)  # a signal that arrives just before does not end the waiting
-    return future.result()
+    return wait_for_result(future)
 
 
 @contextmanager
