@@ -232,18 +232,13 @@ def build_parameter(setting: Setting, group: Group, values: dict[str, Any] | Non
         allow_repeating=True,  # the last of two equal flags wins
         consume_multiple=1 if get_origin(setting.value_type) is tuple else None,
         negative_iterable=(),
-        show_default=is_shown and (join_words if isinstance(default, tuple) else True),
+        show_default=is_shown and ((lambda words: " ".join(map(str, words))) if isinstance(default, tuple) else True),
         required=values is not None and setting.name not in values,
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY
     name = python_parameter_name(setting)
     value_type = setting.value_type if default is not None else setting.value_type | None  # cyclopts may check it
     return inspect.Parameter(name, kind, default=default, annotation=Annotated[value_type, details])
-
-
-def join_words(values: tuple[Any, ...]) -> str:
-    """Several values as they are written after a flag."""
-    return " ".join(map(str, values))
 
 
 def python_parameter_name(setting: Setting) -> str:

@@ -32,7 +32,6 @@ from electra.finetuning.glue import (
 from electra.finetuning.job import JobResult, read_job_result
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
-from electra.runfolder import read_json, write_json
 
 SHORT = {"epochs": 1, "batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
 
@@ -160,10 +159,7 @@ def test_a_table_has_the_results_of_one_model(glue_config, encoder_folder, tmp_p
     glue(glue_config(model=model, tasks=("rte",), seeds=1))
     with pytest.raises(ConfigError, match="--model was"):
         glue(glue_config(tasks=("cola",), seeds=1))
-    record = read_json(tmp_path / "out" / "rte" / "config.json")
-    write_json(tmp_path / "out" / "rte" / "config.json", record | {"weights": {}})  # of an earlier version
     assert len(glue(glue_config(model=model, tasks=("cola",), seeds=1)).rows) == 2
-    write_json(tmp_path / "out" / "rte" / "config.json", record)
     change_weights(model)
     for tasks in (("cola",), ("rte",)):  # neither beside the earlier result nor instead of it
         with pytest.raises(ConfigError, match=r"model\.safetensors has other content"):

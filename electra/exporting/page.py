@@ -19,7 +19,7 @@ from electra.exporting.node_packages import FILES, VENDOR, require_node_packages
 from electra.exporting.source import ExportSource, load_export_source
 from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.predict import is_finetuned
-from electra.model.storage import check_tokenizer, load_model
+from electra.model.storage import check_tokenizer, read_model_config
 from electra.model.vocabulary_map import EPOCHS, compute_map
 from electra.onnx.export import INPUTS, INT8, check_export_libraries, write_tokenizer
 from electra.onnx.verify import OnnxFile, count_advances, write_verified_files
@@ -116,7 +116,7 @@ def load_sources(config: ExportConfig) -> dict[str, ExportSource]:
     if is_finetuned(config.model):
         return {"classifier": load_export_source(config)}
     sources = {"discriminator": load_export_source(config)}
-    if load_model(find_model_folder(config.model)).generator is not None:
+    if read_model_config(find_model_folder(config.model)).generator is not None:
         of_generator = ExportConfig(model=config.model, output=config.output, part="generator")
         sources["generator"] = load_export_source(of_generator)
     return sources

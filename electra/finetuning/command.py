@@ -175,9 +175,9 @@ def describe_overfitting(job: Job) -> str:
     if job.tuning.keeps_best_epoch:
         return ""
     evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS_FILE) if line["kind"] == "validation"]
-    losses = [loss for loss in evaluations if loss is not None]
+    losses = [math.inf if loss is None else loss for loss in evaluations]  # None: not finite
     lowest = min(losses, default=math.inf)  # metrics.jsonl may be cut
-    if not losses or losses[-1] <= OVERFITTING * lowest:
+    if lowest == math.inf or losses[-1] <= OVERFITTING * lowest:
         return ""
     before = f"{lowest:.3f} after epoch {losses.index(lowest) + 1} of {len(losses)}"
     return f"It over-fits: the dev loss was {before} and is {losses[-1]:.3f} now"

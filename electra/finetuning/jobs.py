@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class FinetuningRecord:
     settings: dict[str, Any]
     task: dict[str, Any]
     files: dict[str, str]  # checksums by path
-    weights: dict[str, str] = field(default_factory=dict)  # likewise, of the model; unknown in earlier versions
+    weights: dict[str, str]  # likewise, of the model
 
 
 def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
@@ -120,7 +120,6 @@ def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
     now = json.loads(json.dumps(asdict(record)))  # as read from the file
     if any(folder.glob(f"{SEED}*")):
         before = asdict(read_stored(folder / CONFIG, FinetuningRecord))
-        before["weights"] = before["weights"] or record.weights
         for part, values in now.items():
             check_same_settings(folder, before[part], values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
 def check_same_model(folder: Path, model: Path) -> None:
     """Raise if the fine-tunings in a folder started from another model."""
     stored, weights = read_stored(folder / CONFIG, FinetuningRecord), weight_checksums(model)
-    before = {"model": stored.settings.get("model")} | (stored.weights or weights)
+    before = {"model": stored.settings.get("model")} | stored.weights
     check_same_settings(folder, before, {"model": str(model)} | weights)
 
 

@@ -252,12 +252,6 @@ SIZES = {
 }
 
 
-def get_size_preset(name: str) -> SizePreset:
-    if name not in SIZES:
-        raise ConfigError(f"is {name!r}; choose from {', '.join(SIZES)}", field="size")
-    return SIZES[name]
-
-
 def size_name_for_encoder(encoder: EncoderConfig) -> str:
     """The smallest size that is as wide as an encoder; its training settings suit it."""
     return next((name for name, size in SIZES.items() if encoder.width <= size.discriminator.width), "large")
@@ -343,7 +337,7 @@ class ModelConfig:
 
     def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The generator-discriminator pair for a vocabulary."""
-        size = get_size_preset(self.size)
+        size = SIZES[self.size]
         preset = to_modern(size.discriminator) if self.style == "modern" else size.discriminator
         discriminator = replace(
             preset, style=self.style, vocab_size=vocab_size, pad_id=pad_id, **self.discriminator_overrides()

@@ -12,7 +12,7 @@ from electra.data.shards import Shards
 from electra.data.tokenizer import CONTINUATION_PREFIX
 from electra.errors import ConfigError, DataError
 from electra.formatting import join_first_names
-from electra.model.config import ElectraConfig, EncoderConfig, get_size_preset
+from electra.model.config import SIZES, ElectraConfig, EncoderConfig
 from electra.model.storage import load_model_tokenizer, read_model_config, read_tensor_names
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
@@ -102,7 +102,7 @@ def starts_with_trained_generator(config: PretrainConfig) -> bool:
 
 def suggest_two_stage_flags(config: PretrainConfig) -> str:
     """The flags for a discriminator that is initialised from the generator, which is then frozen."""
-    encoder = get_size_preset(config.model.size).discriminator
+    encoder = SIZES[config.model.size].discriminator
     width, layers = config.model.width or encoder.width, config.model.layers or encoder.layers
     flags = f"--sharing none --generator-width {width}"
     return flags if config.model.generator_layers in (None, layers) else f"{flags} --generator-layers {layers}"

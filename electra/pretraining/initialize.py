@@ -19,10 +19,10 @@ from electra.huggingface.convert import (
     select_part,
 )
 from electra.model.config import (
+    SIZES,
     ElectraConfig,
     EncoderConfig,
     ModelConfig,
-    get_size_preset,
     size_name_for_encoder,
     with_scaled_init_std,
 )
@@ -35,8 +35,6 @@ from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.pretraining.token_counts import cooccurrence_vectors
 from electra.training.checkpoint import find_model_folder
-
-EMBEDDING_TABLES = ("token", "position", "segment")
 
 
 def pair_config(config: PretrainConfig, shards: Shards) -> ElectraConfig:
@@ -57,7 +55,7 @@ def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int)
     check_init_encoder(discriminator, init.model, model, vocab_size)
     source = generator_init_folder(init)
     if source is None:
-        generator = model.generator_config(discriminator, get_size_preset(model.size).generator_width_ratio)
+        generator = model.generator_config(discriminator, SIZES[model.size].generator_width_ratio)
         if model.scale_init_by_width:
             generator, discriminator = with_scaled_init_std(generator), with_scaled_init_std(discriminator)
     else:
@@ -185,9 +183,8 @@ def copy_weights(tensors: Tensors, module: nn.Module, prefix: str = "") -> None:
 @torch.no_grad()
 def subtract_base_embeddings(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
     """Turn whole embedding tables into differences from their base."""
-    for table in EMBEDDING_TABLES:
-        if hasattr(embeddings, table):  # the modern style has only tokens
-            getattr(embeddings, table).weight.sub_(getattr(base, table).weight)
+    for table, base_table in zip(embeddings.embedding_tables(), base.embedding_tables(), strict=True):
+        table.weight.sub_(base_table.weight)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from electra.model.config import get_size_preset
+from electra.model.config import SIZES
 
 FAITHFUL: dict[str, Any] = {
     # the released code, including those of its deviations from the paper that affect training
@@ -79,7 +79,7 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 def recipe_settings(recipe: str, size: str, style: str = "classic") -> dict[str, Any]:
     """The settings of a recipe for a size and style, by their flat names."""
-    settings = RECIPES[recipe] | {"mask_fraction": get_size_preset(size).mask_fraction}
+    settings = RECIPES[recipe] | {"mask_fraction": SIZES[size].mask_fraction}
     return settings | SIZE_SETTINGS[recipe][size] | STYLE_SETTINGS[style]
 
 

@@ -183,8 +183,6 @@ def describe_responses(method: Method) -> dict[int | str, dict[str, Any]]:
 
 def count_characters(cell: Any) -> int:
     """The characters of a text, or of the texts in a list, each with a space; lists may be nested."""
-    if isinstance(cell, str):
-        return len(cell)
     count, remaining = 0, [cell]  # not recursive: a client may nest as deeply as the JSON parser allows
     while remaining:
         value = remaining.pop()

@@ -161,7 +161,9 @@ class MetricsLogger:
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.evaluated_step = max((line["step"] for line in kept if line["kind"] == "validation"), default=-1)
-        self.tensorboard = open_tensorboard(run, last_step) if tensorboard else None
+        self.tensorboard = None
+        if tensorboard:
+            self.tensorboard = import_summary_writer()(str(run / "tensorboard"), purge_step=last_step + 1)
         self.tracker = tracker
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
@@ -199,11 +201,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 metrics.append(msgspec.json.decode(line, type=dict[str, int | float | str | None]))
                 msgspec.convert(metrics[-1], MetricsLine)
     return metrics
-
-
-def open_tensorboard(run: Path, last_step: int) -> Any:
-    """A TensorBoard writer in the run folder."""
-    return import_summary_writer()(str(run / "tensorboard"), purge_step=last_step + 1)
 
 
 def import_summary_writer() -> Any:

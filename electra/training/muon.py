@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         updates = orthogonalize(nesterov).to(nesterov.dtype).mul_(lr * scale)
         if groups[0]["weight_decay"]:
             decay = 1 - lr * groups[0]["weight_decay"]
-            torch._foreach_mul_(parameters, list(decay.unbind()) if has_rate_per_matrix(decay) else decay)
+            torch._foreach_mul_(parameters, list(decay.unbind()) if getattr(decay, "ndim", 0) else decay)
         torch._foreach_sub_(parameters, list(updates.unbind()))
 
     def stacked_momentum(self, parameters: tuple[Tensor, ...]) -> Tensor:
@@ -100,11 +100,6 @@ def stacked_learning_rates(groups: tuple[dict[str, Any], ...], device: torch.dev
         return groups[0]["lr"]
     rates = [group["lr"] for group in groups]
     return (torch.stack(rates) if isinstance(rates[0], Tensor) else torch.tensor(rates, device=device))[:, None, None]
-
-
-def has_rate_per_matrix(rates: Any) -> bool:
-    """Whether there is one value for each matrix instead of one for all."""
-    return isinstance(rates, Tensor) and rates.dim() > 0
 
 
 @cache
