@@ -197,6 +197,14 @@ def run(command: str, capsys) -> str:
     return capsys.readouterr().out
 
 
+def error_message(command: str | list[str], capsys) -> str:
+    """The error of a command that ends with exit code 2."""
+    with pytest.raises(SystemExit) as exit:
+        main(command.split() if isinstance(command, str) else command)
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
 @dataclass(frozen=True)
 class Finetuned:
     """A finished fine-tuning: do not change its files."""

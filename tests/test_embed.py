@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from conftest import error_message
 from transformers import AutoModel, AutoTokenizer
 
 import electra
@@ -152,9 +153,7 @@ def test_what_cannot_be_embedded_is_one_sentence(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit, match="2"):
-        main(f"embed --model {encoder_folder} --input {name} --device cpu {flags}".split())
-    assert message in capsys.readouterr().err
+    assert message in error_message(f"embed --model {encoder_folder} --input {name} --device cpu {flags}", capsys)
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 

@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from conftest import error_message
 from synthetic import write_rows
 
 from electra.cli import main
@@ -85,13 +86,6 @@ def test_truncated_texts_are_reported(short_config):
     assert "60 train rows truncated to --length" in str(result)
 
 
-def run(flags: str, capsys) -> str:
-    """The error of a command that exits with code 2."""
-    with pytest.raises(SystemExit, match="2"):
-        main(["finetune", *flags.split()])
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_fine_tuning_that_is_stopped_before_it_trains_leaves_no_lock(
     encoder_folder, tmp_path, monkeypatch, capsys, number
@@ -108,7 +102,9 @@ def test_a_fine_tuning_that_is_stopped_before_it_trains_leaves_no_lock(
 
 def test_an_error_that_quotes_a_megabyte_is_shortened(encoder_folder, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text(f"text,{'x' * 1_000_000}\n1,2\n")
-    error = run(f"--model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out", capsys)
+    error = error_message(
+        f"finetune --model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out", capsys
+    )
     assert len(error) < 2_100
     assert "no column 'label'" in error
     assert error.endswith("--text, --text-b and --label of electra finetune set them\n")
@@ -125,7 +121,9 @@ def test_an_error_that_quotes_a_megabyte_is_shortened(encoder_folder, tmp_path, 
 )
 def test_errors_in_files_are_one_sentence(encoder_folder, tmp_path, capsys, content, message):
     (tmp_path / "rows.csv").write_text(content)
-    error = run(f"--model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out --length 32", capsys)
+    error = error_message(
+        f"finetune --model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out --length 32", capsys
+    )
     assert message in error
     assert str(tmp_path / "rows.csv") in error
     assert not list(tmp_path.glob("out/seed-*"))
@@ -134,7 +132,7 @@ def test_errors_in_files_are_one_sentence(encoder_folder, tmp_path, capsys, cont
 def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("words,label\n" + "the cat sat .,x\nthe dog ran .,y\n" * 10)
     flags = f"--model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out --length 32 --epochs 1"
-    run(flags, capsys)
+    error_message(f"finetune {flags}", capsys)
     main(["finetune", *flags.split(), "--text", "words"])
     assert "dev accuracy" in capsys.readouterr().out
 
@@ -154,14 +152,16 @@ def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, ca
     ],
 )
 def test_wrong_settings_are_one_sentence(encoder_folder, tmp_path, capsys, flags, message):
-    assert message in run(f"--model {encoder_folder} --output {tmp_path}/out {flags}", capsys)
+    assert message in error_message(f"finetune --model {encoder_folder} --output {tmp_path}/out {flags}", capsys)
 
 
 def test_labels_that_only_dev_has_are_named(encoder_folder, tmp_path, capsys):
     (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\n")
     (tmp_path / "dev.csv").write_text("text,label\na,x\nb,z\n")
     files = f"--train {tmp_path}/train.csv --dev {tmp_path}/dev.csv --output {tmp_path}/out"
-    assert "dev.csv, line 3: unknown label 'z'" in run(f"--model {encoder_folder} --length 32 {files}", capsys)
+    assert "dev.csv, line 3: unknown label 'z'" in error_message(
+        f"finetune --model {encoder_folder} --length 32 {files}", capsys
+    )
 
 
 def test_the_correlation_of_constant_predictions_is_null_in_json(short_config, capsys, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import error_message
 
 import electra
 from electra.cli import main
@@ -34,14 +35,6 @@ def damaged_run(finished_run, tmp_path) -> Path:
 
 def last_checkpoint(run: Path) -> Path:
     return sorted((run / "checkpoints").iterdir())[-1]
-
-
-def error_message(capsys, *arguments: str) -> str:
-    """The error of a command that exits with code 2."""
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_detect_returns_the_discriminators_probability_of_every_token(model):
@@ -78,7 +71,7 @@ def test_fill_needs_a_mask_within_the_trained_length(model):
 
 
 def test_fill_needs_a_positive_count(finished_run, capsys):
-    message = error_message(capsys, "fill", "--model", str(finished_run), "the [MASK] sat", "--count", "0")
+    message = error_message(["fill", "--model", str(finished_run), "the [MASK] sat", "--count", "0"], capsys)
     assert "--count is 0" in message
 
 
@@ -158,8 +151,8 @@ def test_blank_lines_have_results_without_predictions(finished_run, tmp_path, ca
 )
 def test_lines_that_are_no_texts_are_reported(finished_run, tmp_path, capsys, content, message):
     (tmp_path / "texts").write_bytes(content)
-    assert message in error_message(capsys, "fill", "--model", str(finished_run), "--input", str(tmp_path / "texts"))
-    assert "leave out one" in error_message(capsys, "fill", "--model", str(finished_run), "[MASK]", "--input", "texts")
+    assert message in error_message(f"fill --model {finished_run} --input {tmp_path}/texts", capsys)
+    assert "leave out one" in error_message(f"fill --model {finished_run} [MASK] --input texts", capsys)
 
 
 @pytest.mark.parametrize("path", ["", "seed-1", "seed-1/model"])
@@ -196,7 +189,7 @@ def test_the_tokenizer_of_another_model_is_reported(damaged_run):
 
 @pytest.mark.parametrize(("text", "message"), [(" ", "the text is empty"), ("caf\udce9", "not valid UTF-8")])
 def test_texts_that_are_empty_or_not_utf_8_are_reported(finished_run, capsys, text, message):
-    assert message in error_message(capsys, "embed", "--model", str(finished_run), text)
+    assert message in error_message(["embed", "--model", str(finished_run), text], capsys)
 
 
 def test_a_bare_encoder_can_only_embed(finished_run, tmp_path):

@@ -12,6 +12,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from conftest import error_message
 from synthetic import write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -332,6 +333,6 @@ def test_texts_are_truncated_as_in_fine_tuning(untrained, tmp_path):
 
 
 def test_an_ensemble_needs_several_models(untrained, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(f"evaluate --model {untrained()} --input {tmp_path}/rows.jsonl --ensemble".split())
-    assert "--ensemble needs several models" in capsys.readouterr().err
+    assert "--ensemble needs several models" in error_message(
+        f"evaluate --model {untrained()} --input {tmp_path}/rows.jsonl --ensemble", capsys
+    )

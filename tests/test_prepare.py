@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import error_message
 from kills import kill_repeatedly
 
 import electra
@@ -82,10 +83,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def run_failing(capsys, *arguments) -> str:
     """Run a command that fails with exit code 2; returns its one-line error."""
-    with pytest.raises(SystemExit) as exit:
-        cli.main(list(map(str, arguments)))
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
+    error = error_message(list(map(str, arguments)), capsys)
     assert error.count("\n") == 1
     return error
 

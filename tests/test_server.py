@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import error_message
 from http_server import ask, running_server
 from synthetic import write_choices, write_questions, write_rows, write_tags
 
 import electra
-from electra.cli import main
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.storage import load_pretrained, save_finetuned_model
@@ -402,22 +402,15 @@ def test_load_balancers_may_check_health_by_head(server):
     connection.close()
 
 
-def error_message(capsys, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit:
-        main(["serve", *arguments])
-    assert exit.value.code == 2
-    return capsys.readouterr().err
-
-
 def test_wrong_settings_are_reported(finished_run, tmp_path, capsys):
-    run = str(finished_run)
+    run = finished_run
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert "address already in use" in error_message(capsys, "--model", run, "--port", port)
-    assert "--port is 70000" in error_message(capsys, "--model", run, "--port", "70000")
-    assert "has no ONNX files" in error_message(capsys, "--model", run, "--backend", "onnx", "--port", "0")
-    assert "--int8 needs a folder" in error_message(capsys, "--model", run, "--int8", "--port", "0")
-    assert "there is no folder" in error_message(capsys, "--model", str(tmp_path / "missing"), "--port", "0")
+        assert "address already in use" in error_message(f"serve --model {run} --port {port}", capsys)
+    assert "--port is 70000" in error_message(f"serve --model {run} --port 70000", capsys)
+    assert "has no ONNX files" in error_message(f"serve --model {run} --backend onnx --port 0", capsys)
+    assert "--int8 needs a folder" in error_message(f"serve --model {run} --int8 --port 0", capsys)
+    assert "there is no folder" in error_message(f"serve --model {tmp_path}/missing --port 0", capsys)
 
 
 @pytest.mark.slow

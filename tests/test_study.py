@@ -14,10 +14,10 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from conftest import error_message
 from kills import killed
 from synthetic import write_glue
 
-from electra.cli import main
 from electra.config import build_config
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
@@ -332,9 +332,7 @@ def test_a_folder_of_tables_of_others_is_refused(tmp_path):
     ],
 )
 def test_wrong_flags(flags, message, shards, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["study", *flags, "--data", str(shards), "--output", str(tmp_path / "out")])
-    assert message in capsys.readouterr().err
+    assert message in error_message(["study", *flags, "--data", str(shards), "--output", str(tmp_path / "out")], capsys)
 
 
 def start_python(code: str, run: StudyRun, output: Path) -> RunProcess:

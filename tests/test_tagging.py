@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from conftest import error_message, run
 from synthetic import write_tags
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
@@ -139,9 +139,9 @@ def test_a_crf_is_learnt_and_transformers_has_no_class_for_it(encoder_folder, tm
     assert list(predicted) == ["prediction", "entities"]  # scores of best paths are no probabilities
     assert len(predicted["prediction"]) == len(words)
     assert all(list(entity) == ["type", "start", "end", "text"] for entity in predicted["entities"])
-    with pytest.raises(SystemExit, match="2"):
-        main(f"export --model {tmp_path}/out --output {tmp_path}/hf".split())
-    assert "a CRF, and transformers has no class for it; use --to onnx" in capsys.readouterr().err
+    assert "a CRF, and transformers has no class for it; use --to onnx" in error_message(
+        f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys
+    )
     assert not (tmp_path / "hf").exists()
 
 
@@ -425,9 +425,9 @@ def test_a_tag_that_the_training_file_lacks_is_reported_and_counts_as_an_error(t
     assert "new.conll: 1 of 3 labels are in no training row ('B-CAT'); predictions for them count as errors" in errors
     assert json.loads(output)["metrics"]["recall"] == 0
     assert sum(map(sum, json.loads(output)["confusion_matrix"])) == 2
-    with pytest.raises(SystemExit, match="2"):
-        main(f"predict --model {tagged}/out --input {tmp_path}/new.conll --output {tmp_path}/out.csv".split())
-    assert "its name must end in .conll, .jsonl" in capsys.readouterr().err
+    assert "its name must end in .conll, .jsonl" in error_message(
+        f"predict --model {tagged}/out --input {tmp_path}/new.conll --output {tmp_path}/out.csv", capsys
+    )
     run(f"export --model {tagged}/out --output {tmp_path}/hf", capsys)
     with pytest.raises(DataError, match="ElectraForTokenClassification"):
         Predictor(PredictorConfig(model=tmp_path / "hf", input=tmp_path / "new.conll"))
