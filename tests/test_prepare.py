@@ -27,7 +27,7 @@ from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards, read_index
 from electra.data.tokenizer import load_tokenizer
 from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
-from electra.data.workers import wait_for_result
+from electra.data.workers import results_as_completed, wait_for_result
 from electra.errors import ConfigError, DataError
 from electra.runfolder import PARTIAL, lock_folder, write_file
 from electra.signals import clean_up_on_stop_signals, defer_stop_signals
@@ -231,6 +231,10 @@ def test_waiting_for_a_result_ends_with_it_or_with_a_signal():
     future = Future()
     future.set_result(5)
     assert wait_for_result(future) == 5
+    futures = Future(), Future()
+    futures[1].set_result(1)
+    threading.Timer(0.2, futures[0].set_result, (0,)).start()
+    assert list(results_as_completed(futures)) == [1, 0]
     future = Future()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():

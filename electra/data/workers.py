@@ -75,6 +75,18 @@ def wait_for_result(future: Future[Result]) -> Result:
         time.sleep(POLL_SECONDS)
 
 
+def results_as_completed(futures: Iterable[Future[Result]]) -> Iterator[Result]:
+    """The results of futures in the order in which they end."""
+    waiting = list(futures)
+    while waiting:
+        with defer_stop_signals():
+            ended = [future for future in waiting if future.done()]
+        for future in ended:
+            waiting.remove(future)
+            yield wait_for_result(future)
+        time.sleep(POLL_SECONDS)
+
+
 def call_in_thread(function: Callable[[], Result]) -> Result:
     """Call a function that computes for minutes without returning to Python, so that signals are handled meanwhile."""
     future: Future[Result] = Future()

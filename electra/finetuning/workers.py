@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,7 +24,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from electra.data.workers import count_usable_cores, init_worker, map_on_ray, starting_workers
+from electra.data.workers import (
+    count_usable_cores,
+    init_worker,
+    map_on_ray,
+    results_as_completed,
+    starting_workers,
+    wait_for_result,
+)
 from electra.errors import DataError, TrainingError
 from electra.finetuning.job import Job, JobResult
 from electra.runfolder import lock_file
@@ -65,7 +72,7 @@ def run_here_or_in_workers(jobs: Sequence[Job], workers: int | None) -> Iterator
         with pool, stop_workers_on_error(pool):
             with starting_workers():
                 futures = [pool.submit(run_in_worker, job) for job in jobs]
-            yield from (future.result() for future in as_completed(futures))
+            yield from results_as_completed(futures)
 
 
 def visible_gpus() -> list[str]:
@@ -125,7 +132,7 @@ def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:
     with pool, stop_workers_on_error(pool, advice="", repeat=False):  # a second signal would interrupt its clean-up
         with starting_workers():
             future = pool.submit(call_with_clean_up, function, *arguments)
-        return future.result()
+        return wait_for_result(future)
 
 
 def call_with_clean_up(function: Callable[..., Result], *arguments: Any) -> Result:
