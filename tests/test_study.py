@@ -196,6 +196,29 @@ def test_budgets_and_seeds_of_runs(study_config):
     assert {run.config.budget.minutes for run in runs} == {3, 1.5, 0.75}
 
 
+def test_sizes_of_the_study_compute_have_equal_rows_unless_given(study_config):
+    runs = plan_runs(STUDIES["compute"], study_config("compute", pretraining=()))
+    assert {(each.config.loader.length, each.config.loader.batch_size) for each in runs} == {(128, 256)}
+    assert runs[0].name == "rtd_steps-4_seed-0"  # small by its own recipe, as in the other studies
+    runs = plan_runs(STUDIES["compute"], study_config("compute", pretraining=("length=16",)))
+    assert {(each.config.loader.length, each.config.loader.batch_size) for each in runs} == {(16, 256)}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "has_learnt"),
+    [
+        ({"unigram_rtd_auc": 0.9}, True),
+        ({"unigram_rtd_auc": 0.9, "fixed_rtd_auc": 0.52}, True),  # of a generator that differs much from its own
+        ({"unigram_rtd_auc": 0.52, "fixed_rtd_auc": 0.53}, False),
+        ({"mlm_loss": 5.0, "unigram_mlm_loss": 7.2}, True),
+        ({"mlm_loss": 7.1, "unigram_mlm_loss": 7.2}, False),
+    ],
+)
+def test_an_encoder_has_learnt_if_it_is_better_than_guessing(metrics, has_learnt):
+    record = SimpleNamespace(metrics=metrics, fixed_rtd={})
+    assert MeasuredRun(None, record, None).has_learnt() == has_learnt
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_tiny_study_of_each_kind(name, output, study_config):
     output = output.with_name("sizes") if name in SIZES else output
@@ -688,7 +711,7 @@ def test_few_degrees_of_freedom_need_more_standard_errors():
 def test_encoders_that_learnt_nothing_are_not_judged():
     """A discriminator that guesses, and a masked language model with the loss of token frequencies."""
     guessing = measured(A, 0, 0.6, loss=0.4)
-    guessing.record.fixed_rtd["fixed_rtd_auc"] = 0.52
+    guessing.record.metrics["unigram_rtd_auc"] = guessing.record.fixed_rtd["fixed_rtd_auc"] = 0.52
     learnt, plateau = ({"mlm_loss": loss, "unigram_mlm_loss": 7.0} for loss in (5.0, 6.9))
     for ours, metrics, verdict in (
         (measured(A, 0, 0.6, loss=0.3), learnt, "holds"),

@@ -64,7 +64,8 @@ class MeasuredRun:
     def has_learnt(self) -> bool:
         """Whether the encoder has learnt more than guessing (a discriminator) or than token frequencies."""
         if self.is_discriminator():
-            return self.metrics.get(FIXED_RTD_AUC, self.metrics[UNIGRAM_RTD_AUC]) >= GUESSING_AUC
+            # perhaps only on replacements like those of its own generator
+            return max(self.metrics.get(name, 0.0) for name in (FIXED_RTD_AUC, UNIGRAM_RTD_AUC)) >= GUESSING_AUC
         name = self.token_loss_name()
         return name is None or not is_on_plateau(self.metrics, name)
 

@@ -147,6 +147,7 @@ def plan_run(setting: StudySetting, seed: int, common: dict[str, Any], config: S
     others = common | budget_and_seed
     default = build_config(PretrainConfig, **others)
     unresolved = {name: value for name, value in setting.settings.items() if not isinstance(value, Fraction)}
+    unresolved |= {name: value for name, value in setting.defaults.items() if name not in common}
     pair = build_config(PretrainConfig, **others | unresolved).model.electra_config()
     assert pair.discriminator is not None
     assert pair.generator is not None

@@ -18,7 +18,9 @@ from electra.studies.config import StudyConfig, StudyName
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
 EQUAL_GENERATOR = {"generator_width": Fraction(1)}
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"} | EQUAL_GENERATOR
-ADVERSARIAL_SECOND = {"phases": ("objective=rtd", "objective=adversarial")}
+ADVERSARIAL_SECOND = {  # whose first phase ends at its full learning rate, as the beginning of a longer run would
+    "phases": ("objective=rtd,schedule=wsd,decay-fraction=0", "objective=adversarial")
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class StudySetting:
     series: str = ""  # line of the figure
     x: float | None = None  # place on the figure's axis; None with an axis of FLOPs: those of the run
     budget: Fraction = Fraction(1)  # of the study's
+    defaults: dict[str, Any] = field(default_factory=dict)  # further settings, which --pretraining may change
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,10 @@ def above(better: list[str], worse: list[str]) -> list[tuple[str, str]]:
 
 
 def compute_setting(name: str, settings: dict[str, Any], size: str, budget: Fraction) -> StudySetting:
-    settings = settings | {"size": size, "mask_fraction": 0.15}  # recipes mask more for tiny
-    return StudySetting(f"{name}, {size}, {budget}", settings, series=f"{name}, {size}", budget=budget)
+    """The recipe of tiny is for CPUs; here the sizes have equal rows, and differ in their learning rates alone."""
+    of_small = {"mask_fraction": 0.15, "length": 128, "batch_size": 256, "cooccurrence_embeddings": False}
+    label, series = f"{name}, {size}, {budget}", f"{name}, {size}"
+    return StudySetting(label, settings | {"size": size}, series=series, budget=budget, defaults=of_small)
 
 
 SET_BY_STUDY = ("data", "seed", "device", *COMMAND_SETTINGS, *BUDGETS)  # not by settings
@@ -101,12 +106,17 @@ STUDIES: dict[StudyName, Study] = {
         source="Figure 3, right (section 3.2); its values are not printed",
         settings=[
             StudySetting("joint", {}),
+            StudySetting("joint, equal sizes, nothing shared", EQUAL_GENERATOR | {"sharing": "none"}),
             StudySetting("two-stage", TWO_STAGE),
             StudySetting("adversarial", {"objective": "adversarial"}),
             StudySetting("joint, then adversarial", ADVERSARIAL_SECOND),
             StudySetting("BERT", BERT),
         ],
-        orderings=[*above(["joint"], ["two-stage", "adversarial", "BERT"]), ("adversarial", "BERT")],
+        orderings=[
+            ("joint, equal sizes, nothing shared", "two-stage"),
+            *above(["joint"], ["adversarial", "BERT"]),
+            ("adversarial", "BERT"),
+        ],
     ),
     "sharing": Study(
         question="Which weights should generator and discriminator share, if they have the same size?",
