@@ -182,7 +182,18 @@ def shard(config: ShardConfig) -> ShardResult:
             with part.lock_shared_files(config.output):
                 index, unfinished_parts = write_record_or_index(config, part, settings, command, made)
             shards = made if index is None else index.shards
-            return summarize(config, shards, len(new), monotonic() - start_time, unfinished_parts)
+            return ShardResult(
+                output=str(config.output),
+                shards=len(shards),
+                documents=totals_by_split(shards, "documents"),
+                tokens=totals_by_split(shards, "tokens"),
+                seconds=monotonic() - start_time,
+                new_shards=len(new),
+                replaced=sum(shard.replaced for shard in shards),
+                cut=sum(shard.cut for shard in shards),
+                without_text=sum(shard.without_text for shard in shards),
+                unfinished_parts=unfinished_parts,
+            )
 
 
 def write_record_or_index(
@@ -397,23 +408,6 @@ def check_and_write_index(config: ShardConfig, old_index: ShardIndex | None, ind
         raise DataError(f"no document of {config.source.corpus} has any tokens; check that it is text")
     write_file(config.output / INDEX, index.to_json())
     remove_unfinished_marks(config.output)
-
-
-def summarize(
-    config: ShardConfig, shards: list[ShardInfo], new_shards: int, seconds: float, unfinished_parts: list[int]
-) -> ShardResult:
-    return ShardResult(
-        output=str(config.output),
-        shards=len(shards),
-        documents=totals_by_split(shards, "documents"),
-        tokens=totals_by_split(shards, "tokens"),
-        seconds=seconds,
-        new_shards=new_shards,
-        replaced=sum(shard.replaced for shard in shards),
-        cut=sum(shard.cut for shard in shards),
-        without_text=sum(shard.without_text for shard in shards),
-        unfinished_parts=unfinished_parts,
-    )
 
 
 def describe_progress(shards: list[ShardInfo], seconds: float) -> str:

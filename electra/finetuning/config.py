@@ -8,7 +8,6 @@ from electra.config import PACKAGED_MODEL
 from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import SpanHead, TaskKind, kind_of_file
 from electra.finetuning.tasks import SQUAD_VERSIONS, TAGGING_COLUMNS, Task
-from electra.formatting import format_count
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrackerName, TrainerConfig
 
@@ -218,19 +217,6 @@ class TuningConfig:
 
     def layer_decay_for(self, encoder: EncoderConfig) -> float:
         return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
-
-    def describe(
-        self, encoder: EncoderConfig, head: str, task: Task, examples: int, windows: int, length: int
-    ) -> list[str]:
-        """Encoder, head, amount of training and learning rate; `windows` are those that all examples are cut into."""
-        layers = format_count(encoder.layers, "layer")
-        rows = format_count(examples, "row") + (f" ({windows:,} windows)" if windows > examples else "")
-        learning_rate = self.optimizer_config(encoder).learning_rate
-        return [
-            f"{'frozen ' * self.frozen}{encoder.style} encoder with {layers} of width {encoder.width}; head on {head}",
-            f"{format_count(self.epochs_for(task), 'epoch')} of {rows}, batch size {self.batch_size}, length {length}; "
-            f"learning rate {learning_rate:g}, layer decay {self.layer_decay_for(encoder):g}",
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from electra.finetuning.kinds import KINDS, load_features, make_class_weights, r
 from electra.finetuning.metrics import ERRORS, Metrics, confusion_matrix, format_mistakes, nan_as_lowest, none_to_nan
 from electra.finetuning.storage import build_task_model, load_pretrained, restore_weights, save_finetuned_model
 from electra.finetuning.tasks import HUB, Examples, Task
+from electra.formatting import format_count
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.objectives.losses import Counts, Loss, Losses
@@ -185,9 +186,16 @@ class FinetuningTask:
         return features.to(self.device)
 
     def describe_run(self) -> list[str]:
-        """A summary of the run before it starts."""
-        counts, head = (self.train.num_examples, len(self.train)), self.model.describe_head_input()
-        return self.tuning.describe(self.encoder_config, head, self.task, *counts, self.job.length)
+        """Encoder, head, amount of training and learning rate."""
+        encoder, tuning, examples, windows = self.encoder_config, self.tuning, self.train.num_examples, len(self.train)
+        layers, epochs = format_count(encoder.layers, "layer"), format_count(tuning.epochs_for(self.task), "epoch")
+        rows = format_count(examples, "row") + (f" ({windows:,} windows)" if windows > examples else "")
+        return [
+            f"{'frozen ' * tuning.frozen}{encoder.style} encoder with {layers} of width {encoder.width}; head on "
+            f"{self.model.describe_head_input()}",
+            f"{epochs} of {rows}, batch size {tuning.batch_size}, length {self.job.length}; learning rate "
+            f"{tuning.optimizer_config(encoder).learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
+        ]
 
     def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)

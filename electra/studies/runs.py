@@ -286,6 +286,7 @@ def train_on_gpus(
     stopped by a signal is not.
 
     One process cannot train all of them: torch compiles a function for a few models only and then runs it eagerly."""
+    (output / LOGS).mkdir(exist_ok=True)
     pending, restarted = list(runs), set[str]()
     active: dict[str, list[RunProcess]] = {gpu: [] for gpu in gpus}
     with stop_processes_on_error(active), ExitStack() as logs:
@@ -293,7 +294,7 @@ def train_on_gpus(
             for count in range(2 if overlap else 1):
                 for gpu in [gpu for gpu in gpus if len(active[gpu]) == count][: len(pending)]:
                     run = pending.pop(0)
-                    log = logs.enter_context(open_log(output, run)) if len(gpus) > 1 or overlap else None
+                    log = logs.enter_context(log_file(output, run).open("ab")) if len(gpus) > 1 or overlap else None
                     active[gpu].append(start_run(run, gpu, output, log))
             for first in [processes[0] for processes in active.values() if processes]:
                 if not first.start_file.exists():
@@ -325,15 +326,9 @@ def log_file(output: Path, run: StudyRun) -> Path:
     return output / LOGS / f"{run.name}.txt"
 
 
-def open_log(output: Path, run: StudyRun) -> IO[bytes]:
-    (output / LOGS).mkdir(exist_ok=True)
-    return log_file(output, run).open("ab")
-
-
 def start_run(run: StudyRun, gpu: str, output: Path, log: IO[bytes] | None) -> RunProcess:
     """Start `electra pretrain` on a GPU, with the settings of a run in a file; after its first step it waits for its
     start file."""
-    (output / LOGS).mkdir(exist_ok=True)
     settings, start_file = (output / LOGS / f"{run.name}.{kind}" for kind in ("json", "start"))
     start_file.unlink(missing_ok=True)  # of an interrupted study
     values = flat_values(replace_settings(run.config, start_file=start_file))
