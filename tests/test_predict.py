@@ -1,6 +1,7 @@
 """`electra predict` and `electra evaluate`: the same metrics as in fine-tuning, and files of every format."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from electra.exporting.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
 from electra.finetuning.kinds import define_task
 from electra.finetuning.models import TaskModel
-from electra.finetuning.predict import Predictor, evaluate, predict
+from electra.finetuning.predict import JsonWriter, Predictor, evaluate, predict
 from electra.finetuning.readers import Row
 from electra.finetuning.storage import load_pretrained, save_finetuned_model
 from electra.finetuning.tasks import MAX_CHUNK_CHARACTERS, take_chunk
@@ -86,6 +87,12 @@ def test_prediction_needs_no_labels_but_evaluation_does(finetuned, tmp_path):
     assert row.split("\t")[1] == "cat"
     with pytest.raises(DataError, match="has no label column 'label'"):
         evaluate_file(finetuned.output, tmp_path / "new.csv")
+
+
+def test_numbers_that_json_lacks_are_null_in_predictions():
+    file = io.StringIO()
+    JsonWriter(file, [], None).write_row({"price": math.nan, "range": [0, math.inf]})
+    assert file.getvalue() == '{"price": null, "range": [0, null]}\n'
 
 
 def test_a_model_of_nan_predicts_nothing(finetuned, tmp_path):

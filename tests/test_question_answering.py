@@ -225,9 +225,14 @@ def test_answers_come_in_several_forms(cell):
     assert parse_answers((cell, "the cat sat")) == (("cat", 4),)
 
 
-@pytest.mark.parametrize("cell", [[], None, "", {"text": [], "answer_start": []}])
+@pytest.mark.parametrize("cell", [[], "", {"text": [], "answer_start": []}])
 def test_a_question_may_have_no_answer(cell):
     assert parse_answers((cell, "the cat sat")) == ()
+
+
+def test_missing_answers_are_not_taken_for_none():
+    with pytest.raises(DataError, match="the answers are missing; .* an empty list"):
+        parse_answers((None, "the cat sat"))
 
 
 @pytest.mark.parametrize("start", [3, 5, -1, -7, 10**6])

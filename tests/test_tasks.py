@@ -226,7 +226,9 @@ def test_the_kind_is_inferred_from_the_label_column(make_task, cells, kind, labe
         (["a|b", "a", "a", "a|b"], "contain |: 'a|b'; --kind multi-label"),
         (["a", "a", "NaN", "NaN"], "'NaN' is a class"),
         (["a", "a", "b"], "classes of a single row, which cannot be both learnt and evaluated: 'b'"),
-        ([["a", "b"], ["a"]], "evaluated: 'b'"),
+        ([["a", "b"], ["a"], []], "evaluated: 'b'"),
+        ([["a", "b"], ["a", "b"], ["a"]], "every row has 'a'"),
+        ([["a|b"], ["c"], ["a|b"], ["c"]], "classes contain |, which separates classes in tables: 'a|b'"),
         (list(range(1, 40)), "every score is another integer, as in a column of ids"),
         (["a", "b", "a", "b"], ""),
         ([float(number) for number in range(30)] * 2, ""),
@@ -358,6 +360,10 @@ def test_a_column_by_default_is_no_other_column(tmp_path, settings, flags):
         ([0.0, 1.0, math.nan], None, "line 3: the label is empty"),
         ([0.5, True], "regression", "line 2: the score is True"),
         ([["a"], ["b"]], "classification", "line 1: the label is a list; .* multi-label"),
+        ([["a"], None], "multi-label", "line 2: the label is missing; .* an empty list"),
+        ([["a"], [0, 1, 1]], "multi-label", "line 2: the label lists '1' twice; .* names"),
+        ([["a"], [True, False]], "multi-label", "line 2: the label lists True; .* names"),
+        ([["a"], [0.5, 1.0]], "multi-label", "line 2: the label lists 0.5; .* names"),
     ],
 )
 def test_labels_of_the_wrong_type_are_errors(make_task, labels, kind, message):

@@ -142,6 +142,8 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
         "length": f"{record.settings['length']} tokens",
         "seed": str(result.seed),
     }
+    if result.best_epoch:
+        facts["epoch"] = f"{result.best_epoch}, chosen by the dev metrics, which are too optimistic therefore"
     metrics = result.metrics["dev"]
     cells = [["dev metric", "value", "constant prediction"]]
     for name, value in metrics.items():

@@ -85,7 +85,7 @@ KINDS: dict[TaskKind, Kind] = {
     "multi-label": Kind(
         parse=readers.parse_classes,
         infer=readers.task_fields_from_multi_labels,
-        warnings=lambda rows, task: readers.class_warnings(chain.from_iterable(rows), has_several=True),
+        warnings=lambda rows, task: readers.multi_label_warnings(rows),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
         loss=binary_cross_entropy,

@@ -46,6 +46,7 @@ from electra.runfolder import (
     lock_file,
     open_atomic,
     read_json,
+    replace_nonfinite,
 )
 from electra.training.hardware import choose_device, choose_dtype
 
@@ -305,7 +306,7 @@ class JsonWriter:
         self.file, self.header = file, header
 
     def write_row(self, row: dict[str, Any]) -> None:
-        print(json.dumps(row, ensure_ascii=False, default=str), file=self.file)
+        print(json.dumps(replace_nonfinite(row), ensure_ascii=False, default=str), file=self.file)
 
 
 class CsvWriter:

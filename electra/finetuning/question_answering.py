@@ -141,7 +141,9 @@ def parse_answers(cell: tuple[Any, str]) -> Answers:
         if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
             raise DataError("the answers are an object without lists of equal length named text and answer_start")
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-    if isinstance(answers, str) or answers is None:
+    if answers is None:
+        raise DataError("the answers are missing; a question that cannot be answered has an empty list")
+    if isinstance(answers, str):
         answers = [answers]
     if not isinstance(answers, list):
         raise DataError(
@@ -178,6 +180,8 @@ def has_target(answers: Answers) -> bool:
 
 
 def answer_warnings(rows: list[Answers]) -> Iterator[str]:
+    if count := sum(not answers for answers in rows):
+        yield f"{count:,} of {len(rows):,} questions have no answer; the model learns to give none"
     if count := sum(not has_target(answers) for answers in rows):
         yield (
             f"{count:,} of {len(rows):,} questions have no answer that is in the context (at its answer_start, if it "

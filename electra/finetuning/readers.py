@@ -8,7 +8,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -242,8 +242,18 @@ def parse_class(cell: Any) -> str:
 
 def parse_classes(cell: Any) -> tuple[str, ...]:
     """The class names in a cell, a list or a string with separators; may be empty."""
+    if cell is None or cell != cell:
+        raise DataError("the label is missing; a row without any class has an empty list")
     cells = cell.split(LABEL_SEPARATOR) if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
-    return tuple(name for name in map(class_name_from_cell, cells) if name)
+    names = tuple(name for name in map(class_name_from_cell, cells) if name)
+    advice = "a multi-label row lists the names of its classes, not a number for each class"
+    if numbers := [
+        each for each in cells if isinstance(each, bool) or (isinstance(each, float) and not each.is_integer())
+    ]:
+        raise DataError(f"the label lists {numbers[0]!r}; {advice}")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"the label lists {repeated[0]!r} twice; {advice}")
+    return names
 
 
 def class_name_from_cell(cell: Any) -> str:
@@ -328,13 +338,31 @@ def sort_labels(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (numbers[name], name)))
 
 
-def class_warnings(names: Iterable[str], has_several: bool = False) -> Iterator[str]:
+def multi_label_warnings(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """What is probably not intended in the lists of classes of all training rows."""
+    counts = Counter(chain.from_iterable(rows))
+    if constant := [repr(name) for name, count in counts.items() if count == len(rows)]:
+        yield f"every row has {join_first_names(constant)}; a label lists the names of a row's classes only"
+    if joined := [repr(name) for name in counts if LABEL_SEPARATOR in name]:
+        yield (
+            f"classes contain {LABEL_SEPARATOR}, which separates classes in tables: {join_first_names(joined)}; write "
+            "predictions to .jsonl"
+        )
+    yield from unusual_class_warnings(counts)
+
+
+def class_warnings(names: list[str]) -> Iterator[str]:
     """What is probably not intended in the classes of all training rows."""
     counts = Counter(names)
+    if joined := [repr(name) for name in counts if LABEL_SEPARATOR in name]:
+        yield f"classes contain {LABEL_SEPARATOR}: {join_first_names(joined)}; --kind multi-label separates them there"
+    yield from unusual_class_warnings(counts)
+
+
+def unusual_class_warnings(counts: Counter[str]) -> Iterator[str]:
+    """Names of missing values, and classes of a single row."""
     if missing := [repr(name) for name in counts if name.lower() in MISSING_NAMES]:
         yield f"{join_first_names(missing)} is a class; if it stands for missing labels, remove these rows"
-    if not has_several and (joined := [repr(name) for name in counts if LABEL_SEPARATOR in name]):
-        yield f"classes contain {LABEL_SEPARATOR}: {join_first_names(joined)}; --kind multi-label separates them there"
     if single := [repr(name) for name, count in counts.items() if count == 1]:
         yield f"classes of a single row, which cannot be both learnt and evaluated: {join_first_names(single)}"
 
