@@ -231,7 +231,7 @@ def test_a_question_may_have_no_answer(cell):
 
 
 def test_missing_answers_are_not_taken_for_none():
-    with pytest.raises(DataError, match="the answers are missing; .* an empty list"):
+    with pytest.raises(DataError, match=r"the answers are missing; .* an empty list"):
         parse_answers((None, "the cat sat"))
 
 
