@@ -10,7 +10,8 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -284,18 +285,34 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     if not path.exists() or path.is_dir():  # a pipe is a file, too
         raise ConfigError(f"{path} does not exist; --config takes a JSON, YAML or TOML file with settings")
     try:
-        values = CONFIG_PARSERS.get(path.suffix, json.loads)(path.read_text(encoding="utf-8"))
+        values = CONFIG_PARSERS.get(path.suffix, parse_json)(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also of UTF-8, or nested too deeply
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} contains a {type(values).__name__}; it must contain an object of settings by name")
     known = settings_by_name(config_class)
-    values = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
+    pairs = [(str(name).replace("-", "_"), value) for name, value in values.items() if value is not None]
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ConfigError(f"{path}: {describe_repeated(name for name, _ in pairs)}")
     for name in values:
         if name not in known:
             hint = suggest(name, known, otherwise="--help lists the settings")
             raise ConfigError(f"unknown setting {name!r} in {path}; {hint}")
     return values
+
+
+def describe_repeated(names: Iterable[str]) -> str:
+    return f"the setting {Counter(names).most_common(1)[0][0]} occurs twice; leave one out"
+
+
+def parse_json(text: str) -> Any:
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(values := dict(pairs)) < len(pairs):
+            raise ValueError(describe_repeated(name for name, _ in pairs))
+        return values
+
+    return json.loads(text, object_pairs_hook=to_dict)
 
 
 def parse_yaml(text: str) -> Any:
@@ -304,7 +321,10 @@ def parse_yaml(text: str) -> Any:
     except ImportError:
         raise ConfigError("YAML files need pyyaml: pip install pyyaml") from None
     try:
-        return yaml.safe_load(text)
+        node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        if isinstance(values, dict) and len(values) < len(node.value):
+            raise ValueError(describe_repeated(name.value for name, _ in node.value))
+        return values
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
