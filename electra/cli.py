@@ -292,9 +292,11 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
         raise ConfigError(f"{path} contains a {type(values).__name__}; it must contain an object of settings by name")
     known = settings_by_name(config_class)
     pairs = [(str(name).replace("-", "_"), value) for name, value in values.items() if value is not None]
+    try:
+        check_distinct(name for name, _ in pairs)
+    except ValueError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
     values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ConfigError(f"{path}: {describe_repeated(name for name, _ in pairs)}")
     for name in values:
         if name not in known:
             hint = suggest(name, known, otherwise="--help lists the settings")
@@ -302,15 +304,16 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     return values
 
 
-def describe_repeated(names: Iterable[str]) -> str:
-    return f"the setting {Counter(names).most_common(1)[0][0]} occurs twice; leave one out"
+def check_distinct(keys: Iterable[str]) -> None:
+    """Raise a ValueError if a key of a config file occurs twice."""
+    if repeated := [key for key, count in Counter(keys).items() if count > 1]:
+        raise ValueError(f"the key {repeated[0]} occurs twice; leave one out")
 
 
 def parse_json(text: str) -> Any:
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(values := dict(pairs)) < len(pairs):
-            raise ValueError(describe_repeated(name for name, _ in pairs))
-        return values
+        check_distinct(key for key, _ in pairs)
+        return dict(pairs)
 
     return json.loads(text, object_pairs_hook=to_dict)
 
@@ -321,9 +324,10 @@ def parse_yaml(text: str) -> Any:
     except ImportError:
         raise ConfigError("YAML files need pyyaml: pip install pyyaml") from None
     try:
-        node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-        if isinstance(values, dict) and len(values) < len(node.value):
-            raise ValueError(describe_repeated(name.value for name, _ in node.value))
+        values = yaml.safe_load(text)
+        if isinstance(values, dict):
+            keys = [key for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+            check_distinct(key.value for key in keys if not key.tag.endswith(":merge"))
         return values
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None

@@ -56,6 +56,7 @@ def test_sharing_all_makes_the_generator_as_large_as_the_discriminator():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"size": "huge"}, "size is 'huge'"),
         ({"generator_width": 0}, "generator_width is 0; it must be at least 1"),
         ({"generator_layers": 0}, "generator_layers is 0; it must be at least 1"),
         ({"layers": 100_000}, "layers is 100000; it must be at most 1000"),

@@ -235,10 +235,10 @@ def test_waiting_for_a_result_ends_with_it_or_with_a_signal():
     futures[1].set_result(1)
     threading.Timer(0.2, futures[0].set_result, (0,)).start()
     assert list(results_as_completed(futures)) == [1, 0]
-    future = Future()
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
-        wait_for_result(future)
+    for wait in (wait_for_result, lambda future: list(results_as_completed([future]))):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
+            wait(Future())
 
 
 def ends_within(group: int, seconds: float) -> bool:

@@ -225,7 +225,7 @@ def test_answers_come_in_several_forms(cell):
     assert parse_answers((cell, "the cat sat")) == (("cat", 4),)
 
 
-@pytest.mark.parametrize("cell", [[], "", {"text": [], "answer_start": []}])
+@pytest.mark.parametrize("cell", [[], "", "[]", {"text": [], "answer_start": []}])
 def test_a_question_may_have_no_answer(cell):
     assert parse_answers((cell, "the cat sat")) == ()
 

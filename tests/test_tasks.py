@@ -364,6 +364,8 @@ def test_a_column_by_default_is_no_other_column(tmp_path, settings, flags):
         ([["a"], [0, 1, 1]], "multi-label", "line 2: the label lists '1' twice; .* names"),
         ([["a"], [True, False]], "multi-label", "line 2: the label lists True; .* names"),
         ([["a"], [0.5, 1.0]], "multi-label", "line 2: the label lists 0.5; .* names"),
+        ([["a"], ["b", "b"]], "multi-label", "line 2: the label lists 'b' twice; leave one out"),
+        ([[0, 1], [1, 0]], "multi-label", "every row has all classes: '0', '1'; .* names"),
     ],
 )
 def test_labels_of_the_wrong_type_are_errors(make_task, labels, kind, message):

@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 LOCAL = "local"
-POLL_SECONDS = 0.01  # between looks whether a result is there
+POLL_SECONDS = 0.01  # between checks for a result
 CONNECT_SECONDS = 10.0
 MAX_RETRIES = 10  # of a task of Ray whose process or node was lost
 
@@ -67,7 +67,7 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
 def wait_for_result(future: Future[Result]) -> Result:
     """The result of a future; signals are handled only while its lock, which the pool's thread needs, is free.
 
-    Without sleeping for long: a signal that arrives just before a system call is handled after it."""
+    Polls, because a signal that arrives just before a blocking call is handled only after it returns."""
     while True:
         with defer_stop_signals():
             if future.done():

@@ -143,7 +143,7 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
         "seed": str(result.seed),
     }
     if result.best_epoch:
-        facts["epoch"] = f"{result.best_epoch}, chosen by the dev metrics, which are too optimistic therefore"
+        facts["epoch"] = f"{result.best_epoch}, selected on the dev rows, so their metrics are optimistic"
     metrics = result.metrics["dev"]
     cells = [["dev metric", "value", "constant prediction"]]
     for name, value in metrics.items():

@@ -306,7 +306,11 @@ class JsonWriter:
         self.file, self.header = file, header
 
     def write_row(self, row: dict[str, Any]) -> None:
-        print(json.dumps(replace_nonfinite(row), ensure_ascii=False, default=str), file=self.file)
+        try:
+            line = json.dumps(row, ensure_ascii=False, default=str, allow_nan=False)
+        except ValueError:
+            line = json.dumps(replace_nonfinite(row), ensure_ascii=False, default=str)
+        print(line, file=self.file)
 
 
 class CsvWriter:

@@ -132,7 +132,7 @@ def read_answers_cell(task: Task, row: Row) -> tuple[Any, str]:
 def parse_answers(cell: tuple[Any, str]) -> Answers:
     """The answers of a row: SQuAD's list of objects, the lists of the Hugging Face hub, or texts without positions."""
     answers, context = cell
-    if isinstance(answers, str) and re.match(r'\[?\{"', answers):  # as `predict` writes objects to .csv and .tsv
+    if isinstance(answers, str) and re.match(r'\[\s*\]$|\[?\{"', answers):  # JSON in .csv and .tsv
         with suppress(msgspec.DecodeError, RecursionError):
             answers = msgspec.json.decode(answers)
     if isinstance(answers, dict):

@@ -246,13 +246,11 @@ def parse_classes(cell: Any) -> tuple[str, ...]:
         raise DataError("the label is missing; a row without any class has an empty list")
     cells = cell.split(LABEL_SEPARATOR) if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
     names = tuple(name for name in map(class_name_from_cell, cells) if name)
-    advice = "a multi-label row lists the names of its classes, not a number for each class"
-    if numbers := [
-        each for each in cells if isinstance(each, bool) or (isinstance(each, float) and not each.is_integer())
-    ]:
+    advice = "a row lists the names of its classes, not a number for each class"
+    if numbers := [cell for cell in cells if isinstance(cell, bool) or (isinstance(cell, float) and cell % 1)]:
         raise DataError(f"the label lists {numbers[0]!r}; {advice}")
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"the label lists {repeated[0]!r} twice; {advice}")
+        raise DataError(f"the label lists {repeated[0]!r} twice; {advice if repeated[0] in '01' else 'leave one out'}")
     return names
 
 
@@ -314,6 +312,9 @@ def task_fields_from_multi_labels(rows: list[tuple[str, ...]]) -> dict[str, Any]
     labels = sort_labels({name for names in rows for name in names})
     if not labels:
         raise DataError("no row has a label; there must be at least one")
+    if all(len(names) == len(labels) for names in rows):
+        listed = join_first_names([repr(name) for name in labels])
+        raise DataError(f"every row has all classes: {listed}; a row lists the names of its classes only")
     return {"labels": labels, "metrics": ("micro_f1", "exact_match")}
 
 

@@ -337,6 +337,7 @@ class ModelConfig:
 
     def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The generator-discriminator pair for a vocabulary."""
+        check_choice(self, "size", get_args(Size))
         size = SIZES[self.size]
         preset = to_modern(size.discriminator) if self.style == "modern" else size.discriminator
         discriminator = replace(

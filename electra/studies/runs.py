@@ -35,6 +35,7 @@ from electra.training.hardware import choose_device
 RUNS, LOGS, MEASURES = "runs", "logs", "measures"
 POLL_SECONDS = 0.2
 ERROR_CODE = 2  # exit code of an error that is reported in one sentence: a second attempt would end with it, too
+ROW_SETTINGS = ("length", "batch_size", "mask_fraction", "cooccurrence_embeddings")  # that recipes set by size
 UNUSED_DATA = Path("shards")  # of runs that are only summarized
 DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000, "save_every": 4000}  # disk space and time
 
@@ -147,7 +148,9 @@ def plan_run(setting: StudySetting, seed: int, common: dict[str, Any], config: S
     others = common | budget_and_seed
     default = build_config(PretrainConfig, **others)
     unresolved = {name: value for name, value in setting.settings.items() if not isinstance(value, Fraction)}
-    unresolved |= {name: value for name, value in setting.defaults.items() if name not in common}
+    if setting.rows_of is not None:
+        sized = flat_values(build_config(PretrainConfig, **others | {"size": setting.rows_of}))
+        unresolved |= {name: sized[name] for name in ROW_SETTINGS}
     pair = build_config(PretrainConfig, **others | unresolved).model.electra_config()
     assert pair.discriminator is not None
     assert pair.generator is not None

@@ -12,13 +12,14 @@ from typing import Any
 
 from electra.config import parse_named_settings
 from electra.errors import ConfigError
+from electra.model.config import Size
 from electra.pretraining.config import BUDGETS, COMMAND_SETTINGS, PretrainConfig
 from electra.studies.config import StudyConfig, StudyName
 
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
 EQUAL_GENERATOR = {"generator_width": Fraction(1)}
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"} | EQUAL_GENERATOR
-ADVERSARIAL_SECOND = {  # whose first phase ends at its full learning rate, as the beginning of a longer run would
+ADVERSARIAL_SECOND = {  # the first phase keeps its peak learning rate; the second has its own schedule and optimizer
     "phases": ("objective=rtd,schedule=wsd,decay-fraction=0", "objective=adversarial")
 }
 
@@ -33,7 +34,7 @@ class StudySetting:
     series: str = ""  # line of the figure
     x: float | None = None  # place on the figure's axis; None with an axis of FLOPs: those of the run
     budget: Fraction = Fraction(1)  # of the study's
-    defaults: dict[str, Any] = field(default_factory=dict)  # further settings, which --pretraining may change
+    rows_of: Size | None = None  # the size whose recipe sets rows and masks, unless --pretraining does
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,9 @@ def above(better: list[str], worse: list[str]) -> list[tuple[str, str]]:
 
 
 def compute_setting(name: str, settings: dict[str, Any], size: str, budget: Fraction) -> StudySetting:
-    """The recipe of tiny is for CPUs; here the sizes have equal rows, and differ in their learning rates alone."""
-    of_small = {"mask_fraction": 0.15, "length": 128, "batch_size": 256, "cooccurrence_embeddings": False}
+    """The recipe of tiny has rows for CPUs; here all sizes have those of small."""
     label, series = f"{name}, {size}, {budget}", f"{name}, {size}"
-    return StudySetting(label, settings | {"size": size}, series=series, budget=budget, defaults=of_small)
+    return StudySetting(label, settings | {"size": size}, series=series, budget=budget, rows_of="small")
 
 
 SET_BY_STUDY = ("data", "seed", "device", *COMMAND_SETTINGS, *BUDGETS)  # not by settings
