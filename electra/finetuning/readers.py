@@ -312,7 +312,7 @@ def task_fields_from_multi_labels(rows: list[tuple[str, ...]]) -> dict[str, Any]
     labels = sort_labels({name for names in rows for name in names})
     if not labels:
         raise DataError("no row has a label; there must be at least one")
-    if all(len(names) == len(labels) for names in rows):
+    if len(labels) > 1 and all(len(names) == len(labels) for names in rows):
         listed = join_first_names([repr(name) for name in labels])
         raise DataError(f"every row has all classes: {listed}; a row lists the names of its classes only")
     return {"labels": labels, "metrics": ("micro_f1", "exact_match")}
