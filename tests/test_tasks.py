@@ -248,7 +248,7 @@ def test_an_explicit_kind_takes_precedence(make_task):
 
 
 def test_multi_label_rows_are_encoded_multi_hot_and_decoded(make_task, tmp_path):
-    task = make_task([["b", "a"], [], ["c"]], dev=tmp_path / "train.jsonl")
+    task = make_task([["b", "a", None, math.nan], [], ["c"]], dev=tmp_path / "train.jsonl")
     labels = read_examples(task, "train").labels
     assert labels.dtype == np.float32
     assert labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]

@@ -247,10 +247,12 @@ def parse_classes(cell: Any) -> tuple[str, ...]:
     cells = cell.split(LABEL_SEPARATOR) if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
     names = tuple(name for name in map(class_name_from_cell, cells) if name)
     advice = "a row lists the names of its classes, not a number for each class"
-    if numbers := [cell for cell in cells if isinstance(cell, bool) or (isinstance(cell, float) and cell % 1)]:
+    if numbers := [cell for cell in cells if isinstance(cell, bool) or (isinstance(cell, float) and cell % 1 > 0)]:
         raise DataError(f"the label lists {numbers[0]!r}; {advice}")
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"the label lists {repeated[0]!r} twice; {advice if repeated[0] in '01' else 'leave one out'}")
+        raise DataError(
+            f"the label lists {repeated[0]!r} twice; {advice if repeated[0] in ('0', '1') else 'leave one out'}"
+        )
     return names
 
 
